@@ -86,6 +86,10 @@ class PerSampleCallback(Callback):
     """
 
     _says_nothing_came = True  # where no step of a fit was due
+    engine: str
+    loss_reduction: Any
+    max_samples: int | None
+    sample_index: Callable[[Any], Any] | None
 
     def __init__(
         self,
@@ -234,8 +238,8 @@ class PerSampleCallback(Callback):
         if stage == "fit" and self in callbacks[:1]:
             self._end_capture()
             asked = any(each.receives_records() for each in callbacks)
-            index = self._capture_options()["sample_index"]
-            self._indices = BatchIndices(trainer, index, is_asked=asked, view_of=partial(_training_view, callbacks))
+            view_of = partial(_training_view, callbacks)
+            self._indices = BatchIndices(trainer, self.sample_index, is_asked=asked, view_of=view_of)
         self._key = self._key_by_settings()  # which Lightning asks for at every hook
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.shards import StoreManifest
 from lightning_persample.influence.store import GradientStore
-from lightning_persample.options import check_option, check_options, is_none_or_int, is_path
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_none_or_int, is_path
 from lightning_persample.reference.untouched import untouched
 from lightning_persample.torch_internals import COMPILED
 
@@ -262,7 +262,8 @@ def checked_pass(
     frozen = [name for name, parameter in known.items() if parameter.is_inference()]
     if frozen:
         raise OptionError(f"`{frozen[0]}` was made under torch.inference_mode and has no gradient: make it outside")
-    return Pass(module, samples, Checkpoints(places, weights_only), chosen, loss, capture, quantity, sample_index)
+    options = cast("CaptureOptions", capture)
+    return Pass(module, samples, Checkpoints(places, weights_only), chosen, loss, options, quantity, sample_index)
 
 
 def run_pass(asked: Pass, trainer: Trainer, kind: type[Kind], callbacks: Sequence[Callback] = ()) -> Kind:

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for, loss_scale
+from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.row_order import Column, RowOrder
 from lightning_persample.callbacks.rows import opened, values_of
 from lightning_persample.callbacks.sample_index import PASS_INDEX, checked_index
 from lightning_persample.callbacks.second_pass import muted
 from lightning_persample.callbacks.tagged_loader import TaggedLoader, last_drawn, why_no_keys
-from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense
@@ -31,6 +31,7 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
+from lightning_persample.options import CaptureOptions
 from lightning_persample.reference.samples import described, loss_of
 from lightning_persample.reference.untouched import recurrent_layers_can_go_backward, without_dropout
 
@@ -168,7 +169,7 @@ class Pass:
     checkpoints: Checkpoints
     names: Sequence[str]  # of the parameters whose gradients are looked at
     loss: Callable[[Any, Any], Any] | None
-    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size`, `batch_layout` and `max_memory`
+    capture: CaptureOptions  # `loss_reduction`, `batch_dim`, `batch_size`, `batch_layout` and `max_memory`
     quantity: str  # of the records
     sample_index: Callable[[Any], Any] | None
 
@@ -268,33 +269,29 @@ class Passing(_Base):
     @contextmanager
     def _observed(self, fetched: _Fetched, view: Any, wanted: Tensor, size: int) -> Iterator[tuple[Any, Any]]:
         """The record of the wanted samples, by their places (m,), and what the loss was taken from."""
-        asked, batch = self._asked, fetched.batch
-        reduction = asked.capture["loss_reduction"]
-        capture = expanded_weights(
+        step = ObservedStep(
             self.module,
+            self._asked.capture,
+            fetched.batch,
             view,
-            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
-            quantities=("sq_norm", asked.quantity),
-            unsupported="ignore",  # said by us, as an error
-            samples=None if len(wanted) == size else wanted,
+            size,
+            ("sq_norm", self._asked.quantity),
+            None if len(wanted) == size else wanted,
+            sums_differ=True,  # there is no ``.grad`` to compare with
+            compare_weights=fetched.number == 0,
+            averages=False,
         )
-        if callable(reduction) and fetched.number == 0:
-            capture.compare_weights()
         try:
-            with capture.observe(), without_dropout(self.module), recurrent_layers_can_go_backward(self.module):
-                outputs = self._outputs(batch, fetched.number)
+            with step.capture.observe(), without_dropout(self.module), recurrent_layers_can_go_backward(self.module):
+                outputs = self._outputs(fetched.batch, fetched.number)
                 loss = self._checked_loss(outputs)
-                if callable(reduction):
-                    with torch.no_grad():
-                        capture.attach_loss(loss, reduction(outputs, batch))
-                else:
-                    capture.attach_loss(loss)
+                step.attach(loss, outputs)
                 with torch.autocast(loss.device.type, enabled=False):
-                    capture.backward_into_record(loss * loss_scale(self.trainer, size))
-            self._check(capture.record)
-            yield capture.record, outputs
+                    step.capture.backward_into_record(loss * loss_scale(self.trainer, size))
+            self._check(step.capture.record)
+            yield step.capture.record, outputs
         finally:
-            capture.close()
+            step.close()
 
     def _outputs(self, batch: Any, number: int) -> Any:
         if self._asked.loss is not None:

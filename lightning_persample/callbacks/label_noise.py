@@ -25,6 +25,7 @@ from lightning_persample.callbacks.writer import Columns, PerSampleGradientWrite
 from lightning_persample.capture.failure import guard, stop
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.influence.by_sample import aligned
 from lightning_persample.influence.ledger import Manifest, read_manifest
 from lightning_persample.influence.scores import el2n, grand
 from lightning_persample.influence.tracin import self_influence
@@ -466,9 +467,7 @@ class LabelNoiseReport:
     def __str__(self) -> str:
         shown = [("score", "AUC", "corrected", "recall at 20%")]
         shown += [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in self.rows()]
-        widths = [max(len(row[column]) for row in shown) for column in range(4)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-        lines.append(f"{self.flipped} of {self.samples} samples had a flipped label")
+        lines = [*aligned(shown), f"{self.flipped} of {self.samples} samples had a flipped label"]
         if not math.isnan(self.wrong):
             by = next(iter(self.scores))
             lines.append(

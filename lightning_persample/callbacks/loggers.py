@@ -7,7 +7,8 @@ import importlib
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ _SAID: set[str] = set()
 @rank_zero_only
 def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int) -> None:
     """Write the distribution of the finite values of (n,) to the loggers that have histograms."""
-    finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
+    finite = values.detach()[values.isfinite()].cpu().double().numpy()  # NumPy has no bfloat16
     takers = [each for each in loggers if is_a(each, "TensorBoardLogger", "WandbLogger", "DummyLogger")]
     if loggers and not takers:
         names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
@@ -37,15 +38,12 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
             f"`{name}` is not written: {names} takes no histogram, TensorBoardLogger and WandbLogger do. "
             "PerSampleGradientWriter keeps the norm of every sample"
         )
-    for logger in takers if finite.numel() else ():
-        _unless_disk_fails(name, _write_histogram, logger, name, finite, step)
-
-
-def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
-    if is_a(logger, "TensorBoardLogger"):
-        of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite.numpy(), step)
-    elif is_a(logger, "WandbLogger"):
-        _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
+    for logger in takers if finite.size else ():
+        with _said_if_disk_fails(name):
+            if is_a(logger, "TensorBoardLogger"):
+                of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite, step)
+            elif is_a(logger, "WandbLogger"):
+                _log_to_wandb(logger, name, "Histogram", finite, step=step)
 
 
 def takes_pictures(logger: Logger) -> bool:
@@ -57,15 +55,12 @@ def takes_pictures(logger: Logger) -> bool:
 def log_picture(loggers: Sequence[Logger], name: str, image: Any, step: int) -> None:
     """Write a ``PIL.Image.Image`` to the loggers that have pictures."""
     for logger in filter(takes_pictures, loggers):
-        _unless_disk_fails(name, _write_picture, logger, name, image, step)
-
-
-def _write_picture(logger: Logger, name: str, image: Any, step: int) -> None:
-    if is_a(logger, "TensorBoardLogger"):
-        pixels = np.asarray(image.convert("RGB"))
-        of_user(_experiment(logger).add_image, _prefixed(logger, name), pixels, step, dataformats="HWC")
-    else:
-        _log_to_wandb(logger, name, "Image", image, step=step)
+        with _said_if_disk_fails(name):
+            if is_a(logger, "TensorBoardLogger"):
+                pixels = np.asarray(image.convert("RGB"))
+                of_user(_experiment(logger).add_image, _prefixed(logger, name), pixels, step, dataformats="HWC")
+            else:
+                _log_to_wandb(logger, name, "Image", image, step=step)
 
 
 @rank_zero_only
@@ -79,34 +74,30 @@ def log_table(
 ) -> None:
     """Write a table to the loggers that have tables, with an image or None for each row where there are any."""
     for logger in loggers:
-        _unless_disk_fails(name, _write_table, logger, name, columns, rows, step, images)
-
-
-def _write_table(
-    logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, images: Sequence[Any]
-) -> None:
-    if is_a(logger, "TensorBoardLogger"):
-        of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
-        if images:
-            captions = [f"{_markdown_cell(row[0])}: {_markdown_cell(row[1])}" for row in rows]
-            _write_picture(logger, f"{name}_pictures", montage(images, captions), step)
-    elif is_a(logger, "WandbLogger"):
-        data = [list(row) for row in rows]
-        if images:
-            make: Any = importlib.import_module("wandb").Image
-            columns = [*columns, "picture"]
-            data = [[*row, image and make(image)] for row, image in zip(data, images, strict=True)]
-        _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
-    elif is_a(logger, "MLFlowLogger"):
-        # Not log_table of MLflow, which needs pandas and adds rows to what is there.
-        folder = "/".join(re.sub(r"[^\w. -]", "_", part) for part in _prefixed(logger, name).split("/"))
-        path = f"{folder}/step_{step:06d}.csv"
-        of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
+        with _said_if_disk_fails(name):
+            if is_a(logger, "TensorBoardLogger"):
+                of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
+                if images:
+                    captions = [f"{_markdown_cell(row[0])}: {_markdown_cell(row[1])}" for row in rows]
+                    log_picture([logger], f"{name}_pictures", montage(images, captions), step)
+            elif is_a(logger, "WandbLogger"):
+                shown, data = [*columns], [[*row] for row in rows]
+                if images:
+                    make: Any = importlib.import_module("wandb").Image
+                    shown.append("picture")
+                    data = [[*row, image and make(image)] for row, image in zip(data, images, strict=True)]
+                _log_to_wandb(logger, name, "Table", step=step, columns=shown, data=data)
+            elif is_a(logger, "MLFlowLogger"):
+                # Not log_table of MLflow, which needs pandas and adds rows to what is there.
+                folder = "/".join(re.sub(r"[^\w. -]", "_", part) for part in _prefixed(logger, name).split("/"))
+                path = f"{folder}/step_{step:06d}.csv"
+                of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
 
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Write a table as a file of comma-separated values."""
-    _unless_disk_fails(path, _save, path, _comma_separated(columns, rows).encode())
+    with _said_if_disk_fails(path):
+        _save(path, _comma_separated(columns, rows).encode())
 
 
 def _save(path: str, content: bytes) -> None:
@@ -116,10 +107,11 @@ def _save(path: str, content: bytes) -> None:
         file.write(content)
 
 
-def _unless_disk_fails(name: str, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Write something; where that fails with an `OSError` (the disk is full), say so once, and go on."""
+@contextmanager
+def _said_if_disk_fails(name: str) -> Iterator[None]:
+    """Where something is written: an `OSError` (the disk is full) is a warning, once."""
     try:
-        write(*args, **kwargs)
+        yield
     except OSError as error:
         _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
 
@@ -176,7 +168,8 @@ def log_metrics(
         if not values:
             continue
         values["epoch"] = float(trainer.current_epoch)
-        _unless_disk_fails(next(iter(metrics), ""), of_user, logger.log_metrics, values, step=step)
+        with _said_if_disk_fails(next(iter(metrics), "")):
+            of_user(logger.log_metrics, values, step=step)
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in new.items()})

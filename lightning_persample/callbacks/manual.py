@@ -55,19 +55,20 @@ class ManualStep:
     def __init__(
         self,
         step: ObservedStep,
+        pl_module: LightningModule,
         optimizers: Sequence[torch.optim.Optimizer],
         deliver: Callable[[PerSampleRecord], None],
         reports: Reports,
     ) -> None:
-        self._step = step
+        self._step, self._module = step, pl_module
         self._optimizers = optimizers
         self._deliver = deliver
         self._reports = reports
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
-        self._device = step.module.device.type
-        self._parameters = dict(step.module.named_parameters())
-        self._names = self._held = names_by_optimizer(step.module, optimizers)
+        self._device = pl_module.device.type
+        self._parameters = dict(pl_module.named_parameters())
+        self._names = self._held = names_by_optimizer(pl_module, optimizers)
         if len(self._names) == 1:  # of a single one, all parameters are reported
             self._names = (frozenset(self._parameters),)
         self._origins = GradientOrigins(self._parameters)
@@ -95,7 +96,7 @@ class ManualStep:
         for place, each in enumerate(self._optimizers):
             if each is optimizer:
                 return place
-        (names,) = names_by_optimizer(self._step.module, [optimizer])
+        (names,) = names_by_optimizer(self._module, [optimizer])
         return self._held.index(names) if names and self._held.count(names) == 1 else None
 
     def manual_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -190,16 +190,19 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prefix = prefix
         self.prog_bar = prog_bar
         self.worst_samples = worst_samples
-        self._norms, self._logged = SampleNorms(), False
-        self._steps, self._warnings, self._drawn = LoggedSteps(), list[str](), frozenset[str]()
-        self._last_drawn = -1, -math.inf  # the step, and when it was
-        self._loaded_norms: dict[str, Any] = {}
+        self._forget_fit(NOT_IN_A_FIT)
+
+    def _forget_fit(self, why_nothing: str) -> None:
+        self._why_nothing, self._has_record, self._logged, self._said_coverage = why_nothing, False, False, False
+        self._norms, self._steps, self._warnings = SampleNorms(), LoggedSteps(), list[str]()
         self._parts: tuple[LoggedMetrics, ...] = ()
         self._window = Window()
+        self._drawn = frozenset[str]()
+        self._last_drawn = -1, -math.inf  # the step, and when it was
+        self._loaded_norms: dict[str, Any] = {}
+        self._loaded_averages: dict[str, Any] = {}
         self._processes: AllProcesses | None = None  # where they exchange what they have
         self._of_all: list[StepNorms] | None = None
-        self._why_nothing, self._said_coverage, self._has_record = NOT_IN_A_FIT, False, False
-        self._loaded_averages: dict[str, Any] = {}
 
     def _settings(self) -> dict[str, Any]:
         # What its state is of: a fit may go on from a checkpoint with another choice of what is logged and shown.
@@ -209,10 +212,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the samples of an earlier fit."""
         if stage == "fit":
-            self._norms, self._loaded_norms, self._loaded_averages, self._processes = SampleNorms(), {}, {}, None
-            self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
-            self._has_record = False
-            self._steps, self._warnings, self._last_drawn = LoggedSteps(), [], (-1, -math.inf)
+            self._forget_fit("no step has run yet")
             if self.report:
                 try:
                     matplotlib()
@@ -330,8 +330,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._processes, self._of_all = AllProcesses() if can_join else None, None
 
     def _chosen(self, pl_module: LightningModule) -> tuple[str, ...]:
-        follows = pl_module.automatic_optimization and self._capture_options()["engine"] == "expanded"
-        return self.statistics if follows else ()
+        return self.statistics if pl_module.automatic_optimization and self.engine == "expanded" else ()
 
     def _groups_of(self, names: Sequence[str]) -> tuple[str, ...]:
         depth = self.per_layer
@@ -352,9 +351,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         for part in self._parts:
             part.start_epoch()
         every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
-        options, measured = self._capture_options(), guard(dataset_size, lambda _: None)
-        self._norms.is_complete = self._goes_by_steps() and every == 1 and options["max_samples"] is None
-        self._norms.dataset = measured(trainer) if options["sample_index"] is None else None
+        measured = guard(dataset_size, lambda _: None)
+        self._norms.is_complete = self._goes_by_steps() and every == 1 and self.max_samples is None
+        self._norms.dataset = measured(trainer) if self.sample_index is None else None
 
     def needs(self, trainer: Trainer) -> set[str]:
         """Squared norms, and what the chosen statistics need beside them."""

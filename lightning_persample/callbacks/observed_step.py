@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_persample.capture.failure import of_user
@@ -171,30 +170,29 @@ class ObservedStep:
 
     def __init__(
         self,
-        pl_module: LightningModule,
+        module: nn.Module,
         options: CaptureOptions,
         batch: Any,
         layout: Any,
         batch_size: int,
         quantities: Collection[str],
-        choice: SampleChoice,
+        samples: Tensor | None,
         *,
         sums_differ: bool,
         compare_weights: bool,
         averages: bool,
     ) -> None:
-        self.module = pl_module
+        self.module = module
         self._reduction = options["loss_reduction"]
         self._batch = batch
         self.sums_differ = sums_differ  # whether a sum of gradients was seen not to fit, in this step or before it
-        samples = choice.of_batch(batch_size)
         self._has_all = "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
         self.weights: Tensor | float | None = None  # of each sample in the loss, (B,) or one number, once there is one
         self._lacks_memory = False
         self.capture = expanded_weights(
-            pl_module,
+            module,
             layout,
             loss_reduction="sum" if callable(self._reduction) else self._reduction,
             batch_dim=options["batch_dim"],
@@ -202,7 +200,7 @@ class ObservedStep:
             batch_layout=options["batch_layout"],
             quantities=tuple(sorted(quantities)),
             unsupported="ignore",  # what there is to say is for where records are delivered
-            fuse_weight_grad=options["fuse_weight_grad"],
+            fuse_weight_grad=options.get("fuse_weight_grad", False),
             max_memory=options["max_memory"],
             samples=samples,
         )

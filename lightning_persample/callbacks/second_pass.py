@@ -50,6 +50,13 @@ class NoLossError(Exception):
     """A training step returned, in a second pass, None: it skips this batch."""
 
 
+def _outputs_of(training_step: Callable[[Any], Any], batch: Any) -> Any:
+    outputs = training_step(batch)
+    if loss_of(outputs) is None:
+        raise NoLossError("training_step returned None")
+    return outputs
+
+
 @contextmanager
 def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
     """Run training steps as the Trainer runs them, and leave no trace of them."""
@@ -146,10 +153,7 @@ def verify_values(
     def loss_fn(module: nn.Module, part: Any) -> Any:
         nonlocal calls
         calls += 1
-        outputs = training_step(with_kinds_of(part, batch))
-        if loss_of(outputs) is None:
-            raise NoLossError("training_step returned None")
-        return outputs
+        return _outputs_of(training_step, with_kinds_of(part, batch))
 
     def weights(outputs: Any, part: Any) -> Any:
         assert callable(reduction)
@@ -256,11 +260,15 @@ class SecondEngine:
             bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
             chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
         scale, run = loss_scale(self._trainer, batch.layout.batch_size), self._vmap if engine == "vmap" else self._loop
+
+        def loss_of_one(one: Any) -> Tensor:
+            return own_loss(_outputs_of(training_step, one), one, self._weighting) * scale
+
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for start in range(0, len(collected.places), chunk):
                 samples = collected.places[start : start + chunk]
                 ones = [batch.take(sample, sample + 1) for sample in samples]
-                for name, rows in run(lambda one: self._own_loss(training_step, one) * scale, ones).items():
+                for name, rows in run(loss_of_one, ones).items():
                     collected.add(name, start, rows, scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
                 state.restore(random_states=False)
@@ -313,12 +321,6 @@ class SecondEngine:
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
 
-    def _own_loss(self, training_step: Callable[[Any], Any], batch: Any) -> Tensor:
-        outputs = training_step(batch)
-        if loss_of(outputs) is None:
-            raise NoLossError
-        return own_loss(outputs, batch, self._weighting)
-
     def _weigh(self, training_step: Callable[[Any], Any], samples: Samples) -> Tensor:
         """What each sample weighs in the loss of the batch, (B,)."""
         size = samples.layout.batch_size
@@ -326,10 +328,7 @@ class SecondEngine:
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
         batch = samples.take(0, size)
         with second_pass(self._trainer, self._module), torch.no_grad():
-            outputs = training_step(batch)
-            if loss_of(outputs) is None:
-                raise NoLossError
-            weights: Any = self._weighting(outputs, batch)
+            weights: Any = self._weighting(_outputs_of(training_step, batch), batch)
         if not isinstance(weights, Tensor) or weights.shape != (size,):
             must = f"it must return a tensor of shape ({size},)"
             raise OptionError(f"loss_reduction returned {described(weights)}, but {must}")

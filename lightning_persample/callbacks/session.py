@@ -283,7 +283,7 @@ class SharedCapture:
     def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
         elsewhere = not self.trainer.training or self.module._trainer is not self.trainer
-        if not self._methods or self._in_training_step or elsewhere:
+        if self._in_training_step or elsewhere:
             return training_step(*args, **kwargs)
         self._in_training_step = True
         try:
@@ -304,9 +304,6 @@ class SharedCapture:
         self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
-        if self._verify and self._is_of_loaders():
-            self._verify = False
-            self.reports.refuse(f"verify=True {ONE_OF_SEVERAL}: nothing is verified")
         if self._verify and self.module.automatic_optimization:
             self._verify = not self._is_verified()
         if not self.module.automatic_optimization:
@@ -315,11 +312,16 @@ class SharedCapture:
 
     def _is_verified(self) -> bool:
         """Check the values of this batch, if it can be used for that."""
-        drawn = None if self._indices is None else self._indices.rows_drawn()
-        options = self._options.copy()
-        options["batch_size"] = options["batch_size"] or drawn
-        batch = self._batch, self._view()
-        return verify_values(self.trainer, self.module, options, self._rerun, *batch, allow_missing=self._falls_back)
+        view, options = self._view(), self._options.copy()
+        if isinstance(view, OfLoaders):
+            self.reports.refuse(f"verify=True {ONE_OF_SEVERAL}: nothing is verified")
+            return True
+        options["batch_size"] = options["batch_size"] or self._rows_drawn()
+        allow = self._falls_back
+        return verify_values(self.trainer, self.module, options, self._rerun, self._batch, view, allow_missing=allow)
+
+    def _rows_drawn(self) -> int | None:
+        return None if self._indices is None else self._indices.rows_drawn()
 
     def _observed(self, training_step: Callable[[], Any]) -> Any:
         step = self._open()
@@ -347,7 +349,7 @@ class SharedCapture:
         step = self._open() if reason is None else None
         if step is None:
             return training_step()
-        self._manual = ManualStep(step, self.trainer.optimizers, self._deliver, self.reports)
+        self._manual = ManualStep(step, self.module, self.trainer.optimizers, self._deliver, self.reports)
         steps = self.trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step()
@@ -369,9 +371,8 @@ class SharedCapture:
             self._manual.at_step(optimizer)
 
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._methods or self._manual is None:
-            outside = self.trainer.training and not self._in_training_step
-            if self._methods and outside and not self.reports.has_said_fault:
+        if self._manual is None:
+            if self.trainer.training and not (self._in_training_step or self.reports.has_said_fault):
                 self.reports.refuse(
                     "manual_backward was called outside of training_step: this backward has no record and is in no "
                     "statistics; call it in training_step"
@@ -421,16 +422,10 @@ class SharedCapture:
         is_declared = options["batch_size"] is not None or options["batch_layout"] is not None
         return self._indices.arranged(self._batch, options["batch_dim"], is_declared=is_declared)
 
-    def _is_of_loaders(self) -> bool:
-        try:
-            return isinstance(self._view(), OfLoaders)
-        except BatchSizeError:  # (whoever captures the batch reports it)
-            return False
-
     def _samples_of_batch(self) -> tuple[Any, int]:
         """The batch as its samples are looked for, and how many there are."""
         options, view = self._options, self._view()
-        drawn = None if self._indices is None or isinstance(view, OfLoaders) else self._indices.rows_drawn()
+        drawn = None if isinstance(view, OfLoaders) else self._rows_drawn()
         return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn, options["batch_layout"])
 
     def _open(self) -> ObservedStep | None:
@@ -450,7 +445,7 @@ class SharedCapture:
             view,
             size,
             self._quantities,
-            self._choice,
+            self._choice.of_batch(size),
             sums_differ=self._sums_differ,
             compare_weights=not self._other_weights and not self._opened & (self._opened - 1),  # of 1, 2, 4, ... steps
             averages=self._averages,
@@ -489,7 +484,7 @@ class SharedCapture:
         self.reports.report_failure(error)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._methods or self._manual is not None:
+        if self._manual is not None:
             return backward(*args, **kwargs)
         if self._step is not None:
             return self._observed_backward(self._step, partial(backward, *args, **kwargs))

@@ -19,7 +19,7 @@ from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, SampleTable, columns_of, how_often
+from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, SampleTable, aligned, columns_of, how_often
 from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
@@ -85,9 +85,7 @@ class WorstSamples:
     def __str__(self) -> str:
         shown = [_COLUMNS[:4]]
         shown += [(str(i), f"{mean:.4g}", f"{last:.4g}", str(seen)) for i, mean, last, seen, _ in self.rows()]
-        widths = [max(len(row[column]) for row in shown) for column in range(4)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-        lines.append(f"{len(self)} of {how_often(self.samples, self.times, self.dataset)}")
+        lines = [*aligned(shown), f"{len(self)} of {how_often(self.samples, self.times, self.dataset)}"]
         if not self.is_complete:
             lines.append(AT_DIFFERENT_TIMES)
         if self.nonfinite:
@@ -109,6 +107,7 @@ class SampleNorms:
         self._waiting: list[tuple[object, Any, Tensor]] = []  # on the device
         # On the host, not in the table yet: keys, norms and the number of the captured batch of some rows, each (rows,)
         self._rows: list[tuple[Any, NDArray[Any], NDArray[np.int32]]] = []
+        self._waiting_rows = 0  # how many these are
         self._why_absent = ""
 
     def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
@@ -217,14 +216,15 @@ class SampleNorms:
         when = np.repeat(np.arange(1, len(waiting) + 1, dtype=np.int32) + self._clock, [len(each) for each in keys])
         self._clock += len(waiting)
         self._rows.append((_together(keys), norms.cpu().numpy(), when))
+        self._waiting_rows += len(norms)
         # Many at a time, as the table may be copied; few beside it, as they take room, too.
-        if sum(len(each) for _, each, _ in self._rows) >= max(_ROWS_TOGETHER, len(self._table) // 16):
+        if self._waiting_rows >= max(_ROWS_TOGETHER, len(self._table) // 16):
             self._add_rows()
 
     def _add_rows(self) -> None:
         """Add to the table what waits on the device and on the host."""
         self.settle()
-        rows, self._rows = self._rows, []
+        rows, self._rows, self._waiting_rows = self._rows, [], 0
         if rows:
             keys, norms, when = (_together(parts) for parts in zip(*rows, strict=True))
             places, finite = self._table.places(keys), np.isfinite(norms)

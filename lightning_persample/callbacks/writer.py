@@ -271,7 +271,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._was_automatic = pl_module.automatic_optimization
 
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
-        reduction = self._capture_options()["loss_reduction"]
+        reduction = self.loss_reduction
         named = reduction if isinstance(reduction, str) else getattr(reduction, "__qualname__", "a callable")
         libraries = {"torch": torch_version, "lightning": lightning_version, "pyarrow": arrow().__version__}
         others = ("per_layer", "every_n_steps", "max_samples", "engine")

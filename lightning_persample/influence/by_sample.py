@@ -49,6 +49,12 @@ def _column(values: Any) -> Callable[[Any], Any]:
     return look_up
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row of a table, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
 class SampleTable:
     """Columns with a number for each sample that was asked for: 8 bytes for its index, and what the columns take."""
 

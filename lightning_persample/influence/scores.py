@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.by_sample import SampleTable
+from lightning_persample.influence.by_sample import SampleTable, aligned
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
@@ -79,8 +79,7 @@ def extremes(index: Sequence[int | str], scores: Tensor) -> str:
         cells = [*cells[:_SHOWN], ("...", "..."), *((str(sample), f"{score:.4g}") for sample, score in smallest)]
     if cells:
         cells = [("index", "score"), *cells]
-    widths = [max((len(row[column]) for row in cells), default=0) for column in range(2)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = aligned(cells)
     if unknown:
         lines.append(f"nan: {unknown} of {len(index)} samples")
     return "".join(f"\n{line}" for line in lines)
