@@ -225,7 +225,8 @@ class MeanGradient:
         for record in self._records:
             vectors = {name: own[name].detach().to_dense() for name in record.names if name in own}
             if vectors:
-                dots = record.dot(vectors).to(total.device) * factor.sign().to(total.device)
+                dots, weights = record.dot(vectors).to(total.device), record._relative_weights
+                dots = dots * factor.sign().to(dots) * (1.0 if weights is None else weights.sign().to(dots))
                 cosines.append(cosine_to_mean(dots, record.norms().square(), total).cpu().double())
         return torch.cat(cosines)
 

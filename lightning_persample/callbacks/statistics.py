@@ -167,12 +167,12 @@ class LoggedMetrics:
         if self.groups:
             values |= self._add("norm_mean", totals[1:] / counts[1:], counts[1:])
         if self._chosen:
-            values |= self._of_mean(step.gradients, sq_sums, norms.numel())
+            values |= self._of_mean(step.gradients, sq_sums if finite.all() else sq_sums * math.nan, norms.numel())
         return values | {"nonfinite": float(finite.numel() - norms.numel()), "coverage": step.coverage}
 
     def _of_mean(self, gradients: Sequence[StepGradient], sums: Tensor, samples: int) -> dict[str, float]:
         """Statistics of the mean gradient, from sums of squared norms over the samples captured, (1 + groups,)."""
-        # A sample that is not finite is in the mean gradient, too, which is then not finite either.
+        # Sums are nan where a sample is not finite: it is in the mean gradient, which may be finite all the same.
         # (A sample whose batch has no use of a group has a gradient of zero there.)
         values = {}
         means, size = sq_norms_of_mean(gradients, len(self.groups))

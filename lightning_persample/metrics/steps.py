@@ -145,11 +145,11 @@ class _StepMetric(_AverageOverSteps):
             samples: of how many of them, chosen at random, the sum is; what it lacks is estimated.
 
         Returns:
-            The step's own terms, (terms, ...), which are averaged over steps; not finite where it does not count.
+            The step's own terms, (terms, ...), which are averaged over steps that have a value (see the class).
         """
         size = sum_of_sq_norms.new_tensor(float(batch_size))
         terms = self._terms(sum_of_sq_norms, samples, size, sq_norm_of_mean) * (size / samples)
-        self.fold(terms, self._weight(size))
+        self.fold(terms.where(self._is_defined(size, sq_norm_of_mean), math.nan), self._weight(size))
         return terms
 
     def counts(self) -> dict[str, Tensor]:

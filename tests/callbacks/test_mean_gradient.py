@@ -132,6 +132,25 @@ def test_weighted_samples_have_all_statistics(accumulate, tmp_path):
         assert row["per_sample_grad/norm_mean"] == pytest.approx(np.linalg.norm(grads, axis=1).mean())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_samples_that_are_to_be_unlearnt_have_a_weight_below_zero(accumulate, tmp_path):
+    def weights(outputs, batch):
+        return torch.where(batch[1] == 0, -0.5, 1.0).double() / len(batch[1])
+
+    class Unlearns(WithGradients):
+        def training_step(self, batch, batch_idx):
+            return (F.cross_entropy(self.network(batch[0]), batch[1], reduction="none") * weights(None, batch)).sum()
+
+    module, data = Unlearns().double(), loader(32)
+    monitor = PerSampleGradientMonitor(statistics=ALL, loss_reduction=weights)
+    trainer = fit(module, [monitor], tmp_path, data, precision="64-true", accumulate_grad_batches=accumulate)
+    rows = [
+        (len(batch[1]) * weights(None, batch)).numpy()[:, None] * grads
+        for batch, grads in zip(data, module.batches, strict=True)
+    ]
+    check(trainer, windows(rows, accumulate), rtol=1e-6)
+
+
 def test_samples_of_weight_zero_are_in_nothing(tmp_path):
     """They have no part in the loss: no norm, no count among those that are not finite, no place among the worst."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetrics, StepNorms
 from lightning_persample.errors import PerSampleWarning
+from lightning_persample.metrics import GradientDiversity
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
 from tests.callbacks.step_statistics import ALL, DECAY, WithGradients, check, expected, terms, windows
@@ -163,6 +164,46 @@ def test_a_sample_that_is_not_finite_leaves_its_step_out(tmp_path):
     wanted = expected(module.batches[1:])
     for row, values in zip(rows[1:], wanted, strict=True):
         assert row["per_sample_grad/noise_scale"] == pytest.approx(values["noise_scale"], nan_ok=True)
+
+
+def test_a_norm_whose_square_leaves_the_range_of_its_dtype_leaves_its_step_out(tmp_path):
+    class Mean(Classifier):  # whose samples' gradients are their inputs
+        def __init__(self):
+            super().__init__()
+            self.network = nn.Linear(FEATURES, 1, bias=False)
+
+        def training_step(self, batch, batch_idx):
+            return self.network(batch[0]).mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(256, FEATURES)
+    x[3] *= 1e20  # of which the mean gradient, and its square, are finite
+    data = as_loader([(part,) for part in x.split(64)])
+    statistics = ("noise_scale", "diversity", "cosine_to_mean")
+    trainer = fit(Mean(), [PerSampleGradientMonitor(statistics=statistics)], tmp_path, data)
+    first, *rest = logged(trainer)
+    assert math.isfinite(first["per_sample_grad/norm_of_mean"])
+    assert (first["per_sample_grad/nonfinite"], first["per_sample_grad/coverage"]) == (1.0, 1.0)
+    grads = [part.double().numpy() for part in x.split(64)]
+    for row, step in zip([first, *rest], [None, *expected(grads[1:])], strict=True):
+        for name in ("noise_scale", "diversity"):
+            value = math.nan if step is None else step[name]
+            assert row[f"per_sample_grad/{name}"] == pytest.approx(value, rel=1e-4, nan_ok=True), name
+    (epoch,) = logged(trainer, epochs=True)
+    own = np.mean([step["diversity"] for step in expected(grads[1:])])
+    assert epoch["per_sample_grad/diversity_epoch"] == pytest.approx(own, rel=1e-4)
+
+
+def test_the_diversity_of_an_epoch_leaves_out_a_step_of_one_sample_as_the_metric_does(tmp_path):
+    module = WithGradients().double()
+    trainer = fit(module, [PerSampleGradientMonitor()], tmp_path, loader(17, 8), precision="64-true")
+    (epoch,), metric = logged(trainer, epochs=True), GradientDiversity()
+    for grads in map(torch.from_numpy, module.batches):
+        metric.update(grads.square().sum(1), grads.mean(0).square().sum())
+    own = np.mean([step["diversity"] for step in expected(module.batches[:2])])
+    assert [len(grads) for grads in module.batches] == [8, 8, 1]
+    assert metric.compute().item() == pytest.approx(own)
+    assert epoch["per_sample_grad/diversity_epoch"] == pytest.approx(own)
 
 
 def test_the_noise_scale_goes_on_after_a_checkpoint(tmp_path):
