@@ -38,6 +38,8 @@ def _small(value: Any) -> Any:
         value = (value.float() if value.is_floating_point() else value).numpy()
     else:
         channels_first = False
+    if isinstance(value, _image_type()) and value.mode[0] in "IF":  # of 16 or 32 bits, which PIL cuts off at 255
+        value = np.asarray(value)
     if isinstance(value, np.ndarray):
         value = _image_of(value, channels_first=channels_first)
     if not isinstance(value, _image_type()):

@@ -290,8 +290,9 @@ def _of_events(path: Path) -> Logged:
 
 
 def _of_monitor(logged: Logged) -> Logged:
-    """Those of a monitor, which alone logs a coverage, of steps."""
+    """Those of a monitor, which alone logs a coverage beside a number of norms that are not finite, of steps."""
     prefixes = tuple(name.removesuffix("coverage") for name in logged if name.endswith("/coverage"))
+    prefixes = tuple(prefix for prefix in prefixes if f"{prefix}nonfinite" in logged)
     return {name: each for name, each in logged.items() if name.startswith(prefixes) and not name.endswith("_epoch")}
 
 

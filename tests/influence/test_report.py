@@ -244,13 +244,18 @@ def test_steps_that_were_not_captured_leave_a_gap(tmp_path, undrawn):
     assert sum(is_empty) > 10
 
 
-LINES = {"noise_scale": [50.0, 300.0, 640.0], "norm_mean": [1.0, 2.0, 3.0], "coverage": [1.0, 1.0, 1.0]}
+LINES = {
+    "noise_scale": [50.0, 300.0, 640.0],
+    "norm_mean": [1.0, 2.0, 3.0],
+    "coverage": [1.0] * 3,
+    "nonfinite": [0.0] * 3,
+}
 
 
-def write_csv(folder, first=0, lines=LINES):
+def write_csv(folder, first=0, lines=LINES, prefix="grads/"):
     folder.mkdir(parents=True)
     names = list(lines)
-    head = ",".join(["epoch", "step", "loss", *(f"grads/{name}" for name in names)])
+    head = ",".join(["epoch", "step", "loss", *(f"{prefix}{name}" for name in names)])
     rows = [
         f"0,{first + 10 * place},," + ",".join(map(str, row))
         for place, row in enumerate(zip(*lines.values(), strict=True))
@@ -258,13 +263,13 @@ def write_csv(folder, first=0, lines=LINES):
     (folder / "metrics.csv").write_text("\n".join([head, *rows, f"0,{first + 25},0.5" + "," * len(names)]))
 
 
-def write_events(folder):
+def write_events(folder, lines=LINES, prefix="grads/"):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(folder) as writer:
-        for name, values in LINES.items():
+        for name, values in lines.items():
             for place, value in enumerate(values):
-                writer.add_scalar(f"grads/{name}", value, 10 * place)
+                writer.add_scalar(f"{prefix}{name}", value, 10 * place)
                 writer.add_scalar("loss", value, 10 * place)
 
 
@@ -276,6 +281,19 @@ def test_the_noise_scale_is_that_of_the_logs(tmp_path, write, undrawn):
     assert numbers(page)["logged"]["grads/noise_scale"] == [[0, 10, 20], [50, 300, 640]]
     assert "about 300 samples, the median over the run" in panel(page, "noise")
     assert "The batch of 8 is much smaller" in panel(page, "noise")
+
+
+@pytest.mark.parametrize("write", [write_csv, write_events])
+def test_a_coverage_of_the_users_is_that_of_no_monitor(tmp_path, write, undrawn):
+    others = {"val/coverage": [0.31, 0.4, 0.5], "val/noise_scale": [7.0, 7.0, 7.0], "val/norm_mean": [1.0, 1.0, 1.0]}
+    write(tmp_path / "theirs", lines=others, prefix="")
+    with pytest.raises(PerSampleError, match=r"and no log of a PerSampleGradientMonitor"):
+        report(tmp_path / "theirs", out=tmp_path / "report.html")
+    write(tmp_path / "both", lines={**others, **{f"grads/{name}": each for name, each in LINES.items()}}, prefix="")
+    page = report(tmp_path / "both", out=tmp_path / "report.html")
+    assert {name.partition("/")[0] for name in numbers(page)["logged"]} == {"grads"}
+    assert "100%" in panel(page, "coverage")
+    assert "31%" not in panel(page, "coverage")
 
 
 def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path, undrawn):
@@ -357,6 +375,16 @@ def test_pictures_have_the_values_of_the_array(tmp_path):
     assert (np.asarray(rendered(lambda _: np.moveaxis(array, 0, -1), 0)) == expected).all()
     scaled = np.asarray(rendered(lambda _: np.array([[-2.0, 0.0, 2.0]]), 0))
     assert scaled[..., 0].tolist() == [[0, 128, 255]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_pictures_of_more_than_8_bits_keep_their_values(dtype):
+    from lightning_persample.influence.pictures import rendered
+
+    array = (np.arange(16).reshape(4, 4) * 4000).astype(dtype)
+    found = np.asarray(rendered(lambda _: Image.fromarray(array), 0))
+    assert (found[..., 0] == (array / array.max() * 255).round()).all()
+    assert (found == np.asarray(rendered(lambda _: array, 0))).all()
 
 
 def test_labels_of_any_kind_are_columns(tmp_path, undrawn):
