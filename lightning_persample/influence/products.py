@@ -26,6 +26,8 @@ StoreOrPath = GradientStore | str | os.PathLike[str]
 
 def opened(store: StoreOrPath) -> GradientStore:
     """The store that is given, or that in the folder that is given."""
+    is_allowed = isinstance(store, GradientStore | str | os.PathLike)
+    check_option("store", store, is_allowed, "a GradientStore, or the path of its folder")
     return store if isinstance(store, GradientStore) else GradientStore(store)
 
 
@@ -406,6 +408,8 @@ class Products:
         self.groups = options.get("groups")
         self.dtype, self.device = options.get("dtype", torch.float64), _device(options.get("device", "cpu"))
         check_option("top", self.top, is_none_or_int(self.top, 1), "None or an int >= 1")
+        is_size = is_none_or_int(self.max_memory, 1)
+        check_option("max_memory", self.max_memory, is_size, "None or an int >= 1, in bytes")
         allowed = (torch.float32,) if self.device.type == "mps" else (torch.float32, torch.float64)
         names = " or ".join(map(str, allowed)) + (" on an MPS device" if self.device.type == "mps" else "")
         check_option("dtype", self.dtype, self.dtype in allowed, names)

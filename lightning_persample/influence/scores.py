@@ -500,7 +500,11 @@ class LedgerSums:
         for name in needed:
             if name not in there:
                 raise OptionError(f"the ledger has no column {name!r}: {why}. Its columns are {', '.join(there)}")
-        chosen = None if steps is None else arrow().array(list(steps), arrow().int64())
+        listed: Any = steps.tolist() if isinstance(steps, Tensor | np.ndarray) else steps
+        listed = [as_int(each) for each in listed] if isinstance(listed, Iterable) else listed
+        are_ints = isinstance(listed, list) and all(isinstance(each, int) for each in listed)
+        check_option("steps", steps, steps is None or are_ints, "None or ints, the numbers of optimizer steps")
+        chosen = None if steps is None else arrow().array(listed, arrow().int64())
         rows = 0
         for table in _tables_of(ledger, list(dict.fromkeys(needed))):
             if chosen is not None:

@@ -427,6 +427,8 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
     train, test = (each.at(1) for each in stores["float64"])
     for options, text in (
         ({"top": 0}, "top=0 is not allowed: top must be None or an int >= 1"),
+        ({"max_memory": 1e9}, "max_memory=1000000000.0 is not allowed: max_memory must be None or an int >= 1, in"),
+        ({"max_memory": "1 GB"}, "max_memory='1 GB' is not allowed: max_memory must be None or an int >= 1, in bytes"),
         ({"dtype": torch.float16}, "dtype=torch.float16 is not allowed: dtype must be torch.float32 or torch.float64"),
         ({"device": "gpu"}, "device='gpu' is not allowed: Expected one of cpu, cuda"),
         ({"device": "meta"}, "device='meta' is not allowed: Cannot copy out of meta tensor; no data!"),
@@ -435,6 +437,8 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
     ):
         with pytest.raises(OptionError, match=f"^{text}"):
             grad_dot(train, test, **options)
+    with pytest.raises(OptionError, match="store=5 is not allowed: store must be a GradientStore, or the path of its"):
+        grad_dot(train, 5)
     found = grad_cos(train, test, top=4)
     assert found.top(5, test=0) == found.top(test=0) == grad_cos(train, test).top(4, test=0)
     with pytest.raises(OptionError, match="k=0 is not allowed: k must be an int >= 1"):

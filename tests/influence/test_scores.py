@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -77,7 +78,8 @@ def test_grand_is_the_mean_norm():
 
 def test_el2n_is_the_mean_of_its_column():
     assert el2n(table()).scores.tolist() == [0.25, 1.0, 0.5]
-    assert el2n(table(), steps={1}).top() == [(5, 1.0), (7, 0.75)]
+    for steps in ({1}, range(1, 2), np.array([1], np.int32), torch.tensor([1]), (np.int64(1),)):
+        assert el2n(table(), steps=steps).top() == [(5, 1.0), (7, 0.75)]
     assert el2n(table(error=[1, 2, 3, 4, 5]), "error").scores.tolist() == [2.0, 4.0, 3.0]
 
 
@@ -214,6 +216,11 @@ def test_a_column_that_one_file_lacks_is_nan_there(folder):
             "2 of 5 rows of the ledger have no 'weight': their weight in the loss is unknown; pass weighted=False",
         ),
         (lambda: grand(table(), steps=[9]), PerSampleError, "the ledger has no rows of these steps"),
+        *(
+            (partial(score, table(), steps=steps), OptionError, f"steps={steps!r} is not allowed: steps must be")
+            for score in (grand, el2n)
+            for steps in ([0, 1.5], 1, "1", [1.0])
+        ),
         (lambda: grand(table().slice(0, 0)), PerSampleError, "the ledger has no rows"),
         (lambda: grand(table()).top(0), OptionError, "k=0 is not allowed: k must be an int >= 1"),
     ],
