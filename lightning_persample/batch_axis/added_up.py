@@ -286,11 +286,10 @@ def products_of(sizes: Sequence[int]) -> frozenset[int]:
 
 def _totals(call: ObservedCall) -> Tensor | None:
     """What each sample adds to a sum of data that has no axes left: (B,)."""
-    if call.op not in ("sum", "mean", "count_nonzero") or len(call.located) != 1 or call.outputs[0].dim():
+    if call.op not in ("sum", "mean") or len(call.located) != 1 or call.outputs[0].dim():
         return None
     tensor, axis = call.located[0]
     if axis.mixing is not None or tensor.is_complex() or tensor.numel() > _MOST:
         return None
-    tensor = tensor != 0 if call.op == "count_nonzero" else tensor
     rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
     return rows / max(tensor.numel(), 1) if averages(call) else rows

@@ -66,8 +66,7 @@ def after_reduction(call: ObservedCall) -> Followed:
         return written
     followed = _after_reduction(call)
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
-    terms, joins = _terms(call, followed), frozenset[str]().union(*(mark.joins for _, mark in call.lost))
-    joins |= {followed.weighting} if terms and followed.weighting is not None else set()
+    terms = _terms(call, followed)
     weights = after(call, _constant_divisor(call)) if call.compares_weights and followed.mixing is None else None
     places = [
         replace(
@@ -77,7 +76,6 @@ def after_reduction(call: ObservedCall) -> Followed:
             shares=_shares_after(call, place),
             computed=None,
             terms=terms,
-            joins=joins,
             weights=weights,
         )
         if isinstance(mark, Lost)
@@ -232,7 +230,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
     if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=said, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
+        first, noted=mixing is not None, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),

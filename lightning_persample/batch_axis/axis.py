@@ -16,10 +16,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+
+Note: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +193,6 @@ class Computed:
             them that may be one for each sample, or their number.
         has_constants: whether other tensors went in, which may have a row for each sample.
         steps: the number of calls in it.
-        notes: the kind and text of what was said of the calls in it.
         of_sum: what is known of the one root where that is a number, a sum over the samples; else None.
     """
 
@@ -198,7 +200,6 @@ class Computed:
     run: Callable[[Sequence[Tensor], bool], Tensor]
     has_constants: bool
     steps: int
-    notes: frozenset[tuple[str, str]] = frozenset()
     of_sum: Lost | None = None
 
 
@@ -259,7 +260,6 @@ class SampleSum:
         weights: what the samples weigh in it; None where that is not known, or was not asked for.
         terms: of a sum of sums over different samples, the `samples` and `parts` of each of them; none where it is not
             known to be one.
-        joins: what was said of the calls that added these up.
     """
 
     reduced: bool = False
@@ -270,7 +270,6 @@ class SampleSum:
     shares: Callable[[], Tensor | None] | None = None
     weights: SampleWeights | None = None
     terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
-    joins: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,12 +281,14 @@ class Lost(EntryOwners, SampleSum):
     Attributes:
         reason: since where.
         noted: a warning has said already that it is no sum over the samples of what each gives alone.
+        notes: kind and text of what was said of the calls that made it.
         crossed: samples influence each other in it.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
     """
 
     reason: str
     noted: bool = False
+    notes: frozenset[Note] = frozenset()
     crossed: bool = False
     computed: Computed | None = None
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction, copied
 from lightning_persample.batch_axis.apart import by_entries_moved
-from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
@@ -41,8 +41,14 @@ def follow(call: ObservedCall) -> Followed:
         return Followed((mark,) * len(call.outputs), weighting=mixing)
     if any(isinstance(place, Lost) for place in followed.outputs):
         followed = by_entries_moved(call, followed)
-    lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
-    return by_what_samples_give(call, followed) if lost_axis else followed
+    if not any(isinstance(place, Lost) for place in followed.outputs):
+        return followed
+    notes = frozenset[Note]().union(*(mark.notes for _, mark in call.lost))
+    notes |= {(kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind))}
+    if notes:
+        outputs = (replace(mark, notes=notes) if isinstance(mark, Lost) else mark for mark in followed.outputs)
+        followed = replace(followed, outputs=tuple(outputs))
+    return by_what_samples_give(call, followed)
 
 
 def _follow(call: ObservedCall) -> Followed:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, products_of, scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entries_of, one_entry
+from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Note, Root, entries_of, one_entry
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
 from lightning_persample.gradients.precision import without_autocast
@@ -45,7 +45,7 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
     if followed.is_sure:
         return followed
     marks = list(followed.outputs)
-    said = frozenset((kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind)))
+    said = followed.mixing or followed.weighting
     for place, (mark, output) in enumerate(zip(marks, call.outputs, strict=False)):
         if not isinstance(mark, Lost) or not output.requires_grad or (mark.parts and not said) or call.batch_size == 1:
             continue
@@ -55,11 +55,12 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
         if computed is not None and is_number and sum(each.requires_grad for each in call.outputs) == 1:
             verdict = _verdict(call, computed, mark, followed.weighting)
         if verdict is not None:
-            return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]))
+            excused = frozenset[Note]().union(*(mark.notes for _, mark in call.lost if mark.computed is not None))
+            return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]), excused=excused)
         if computed is not None:
-            mark = replace(mark, computed=replace(computed, notes=computed.notes | said))
+            mark = replace(mark, computed=computed)
         if is_number and not said and not (mark.noted or mark.crossed or mark.samples) and _adds_up(call):
-            mark = Lost(mark.reason, noted=True, computed=mark.computed)
+            mark = Lost(mark.reason, noted=True, notes=mark.notes, computed=mark.computed)
             followed = replace(followed, mixing=mark.reason)
         marks[place] = mark
     return replace(followed, outputs=tuple(marks))
@@ -82,7 +83,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
     leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
     roots: list[Root] = []
     of_sum: Lost | None = None
-    notes, has_constants, steps = frozenset[tuple[str, str]](), False, 1
+    has_constants, steps = False, 1
     sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor], bool], Tensor]]] = {}
     is_product = call.op in ("mul", "div") and call.batch_size >= _CHOSEN
     counts = (call.batch_size, 1 / call.batch_size) if is_product else ()
@@ -99,7 +100,6 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
             sources[at] = [_place_of(root, roots)], _itself
         elif isinstance(mark, Lost) and mark.computed is not None and leaf.requires_grad:
             sources[at] = [_place_of(root, roots) for root in mark.computed.roots], mark.computed.run
-            notes |= mark.computed.notes
             has_constants |= mark.computed.has_constants
             steps += mark.computed.steps
             of_sum = of_sum or mark.computed.of_sum
@@ -125,7 +125,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         result: Any = call.function(*args, **kwargs)
         return tuple(tensors_in(filled[0] if result is None else result))[place]
 
-    return Computed(tuple(roots), run, has_constants, steps, notes, of_sum)
+    return Computed(tuple(roots), run, has_constants, steps, of_sum)
 
 
 def _owners(mark: BatchAxis | Lost, tensor: Tensor, batch_size: int) -> Tensor | None:
@@ -193,7 +193,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     some = samples if len(samples) < call.batch_size else frozenset[int]()
     counts = frozenset[int]().union(*(products_of(root.values.shape) for root in computed.roots))
     place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some, counts=counts)
-    return Followed((place,), weighting=note, by_values=True, excused=computed.notes)
+    return Followed((place,), weighting=note, by_values=True)
 
 
 def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | None:
@@ -215,7 +215,7 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
         return None
     slope, size = change / (4 * _NEAR * float(number)), len(of.samples) or call.batch_size
     parts = scaled(of.parts, [slope], size, call.batch_size, of.counts)
-    return Followed((replace(of, parts=parts, shares=None, weights=None),), by_values=True, excused=computed.notes)
+    return Followed((replace(of, parts=parts, shares=None, weights=None),), by_values=True)
 
 
 class _Number:

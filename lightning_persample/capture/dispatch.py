@@ -313,7 +313,7 @@ class Dispatcher(Collector):
             if len(samples) not in parts:
                 return None
             weights[sorted(samples)] = 1 / len(samples)
-        return Means(weights, frozenset(("weighting", text) for text in mark.joins))
+        return Means(weights, mark.notes)
 
     def _read_part(self, mark: Mark | None) -> None:
         """Note that a loss is made of some of the samples alone, where that is known."""
@@ -798,7 +798,7 @@ class Dispatcher(Collector):
             self.excuses.setdefault(note, set()).update(made_by)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if isinstance(mark, Lost) and mark.computed is not None:
-                for note in mark.computed.notes:
+                for note in mark.notes:
                     self.noted.setdefault(note, set()).update(boundary((output,)))
             if mark is not None:
                 self.marks.set_result(output, mark)

@@ -206,3 +206,11 @@ def test_losses_of_parts_of_the_batch() -> None:
     assert record_of(loss, right)[0].weighting == ()
     assert record_of(loss, right * 2)[0].weighting == ()  # (the 2 may belong to the samples' own losses)
     assert len(record_of(loss, SHARES)[0].weighting) == 1
+
+
+@pytest.mark.parametrize("function", [torch.sqrt, torch.square, torch.log])
+def test_a_function_of_samples_weighed_unequally_is_named_also_where_the_weights_are_declared(function) -> None:
+    """Weights that fit the sum excuse it, and not what is computed from the sum."""
+    record, _ = record_of(lambda: function(masked(by_row).sum() / MASK.sum()), SHARES)
+    (found,) = record.mixing
+    assert found.startswith(f"`{function.__name__}` of a value computed over the whole batch is not a sum over samples")
