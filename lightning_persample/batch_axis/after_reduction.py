@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import absent, factors_beside, is_share, reduction_of, scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, laid_along, picked
-from lightning_persample.batch_axis.base import Entries, Followed, is_plain, listed, lists
-from lightning_persample.batch_axis.indexing import rows_filled
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
+from lightning_persample.batch_axis.base import Entries, Followed, listed, lists
+from lightning_persample.batch_axis.indexing import written_entries
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 from lightning_persample.batch_axis.sample_weights import after
@@ -37,7 +37,6 @@ _UNEQUALLY = "`{name}` scales the loss by a sum to which the samples add unequal
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
 _Term: TypeAlias = tuple[frozenset[int], frozenset[int]]
 _Terms: TypeAlias = tuple[_Term, ...]
-_KEEPS = having("same", "casts")
 _FACTORS: dict[tuple[tuple[str, int] | None, float], int] = {}  # number of samples when a line first took this one
 _MOST = 1024
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
@@ -57,22 +56,18 @@ def copied(call: ObservedCall) -> Followed | None:
 
 def after_reduction(call: ObservedCall) -> Followed:
     """Follow a call whose only operands of the batch hold it along no axis."""
-    moved = _rows_moved(call)
-    if moved is not None:
-        return moved
-    written = rows_filled(call, *call.args) if call.op == "setitem" else None
+    written = written_entries(call, *call.args) if call.op == "setitem" else None
     one = {mark.alone for _, mark in call.lost}
     if written is not None and (None in one or len(one) > 1):
         return written
     followed = _after_reduction(call)
-    filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
+    entries = written.outputs[0].entries if written is not None and isinstance(written.outputs[0], Lost) else None
     terms = _terms(call, followed)
     weights = after(call, _constant_divisor(call)) if call.compares_weights and followed.mixing is None else None
     places = [
         replace(
             mark,
-            filled=filled,
-            entries=None,
+            entries=entries,
             shares=_shares_after(call, place),
             computed=None,
             terms=terms,
@@ -84,32 +79,6 @@ def after_reduction(call: ObservedCall) -> Followed:
     ]
     followed = replace(followed, outputs=tuple(places))
     return _by_sample(call, followed) if _meets_a_weight(call) and torch.is_grad_enabled() else followed
-
-
-def _rows_moved(call: ObservedCall) -> Followed | None:
-    """After a move of entries of which some rows are no sample's: the sample of each, or of each row, where one is."""
-    ((tensor, mark), *others), output = call.lost, call.outputs[0]
-    moves = call.op in _MOVES and tensor is call.args[0] and len(call.operands) == len(call.outputs) == 1
-    if mark.filled is None or others or not moves or call.inplace or not is_plain(output):
-        return None
-    dim, owners = mark.filled
-    if call.op in _KEEPS:
-        return Followed((mark,))
-    entries = laid_along(owners.to(tensor.device), dim, tensor.shape).contiguous()
-    entries = call.function(entries, *call.args[1:], **call.kwargs)
-    if entries.shape != output.shape or not entries.numel():
-        return None
-    for place in range(entries.dim()):
-        rows = entries.movedim(place, 0).reshape(entries.size(place), -1)
-        most = rows.amax(1)
-        every = torch.arange(call.batch_size, device=rows.device)
-        known = bool((most >= 0).all()) and bool((rows >= 0).all())
-        is_batch = most.shape == every.shape and bool((rows.eq(every[:, None]) | (rows < 0)).all())
-        if is_batch or (known and torch.equal(rows, most[:, None].expand_as(rows))):
-            return Followed((picked(place, every if is_batch else most, call.batch_size),), by_values=True)
-        if torch.equal(rows, rows[:, :1].expand_as(rows)):
-            return Followed((replace(mark, filled=(place, most)),), by_values=True)
-    return None
 
 
 def _meets_a_weight(call: ObservedCall) -> bool:

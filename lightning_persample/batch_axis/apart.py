@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import products_of, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, picked
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, picked, together
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 _KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
-_MOVES = having("moves", "picks", "joins", "passes") - POINTWISE
+_MOVES = having("moves", "picks", "joins", "passes") - POINTWISE - {"setitem"}
 _AT_THEIR_PLACES = POINTWISE | having("entrywise")
 
 
@@ -30,6 +30,8 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
     """The answer for a call after which no axis holds the samples, by the sample of each entry where that is known."""
     stays, moves = call.op in _AT_THEIR_PLACES and reduction_of(call) in (None, 0), call.op in _MOVES
     if not (call.lost or stays or moves):  # (whose the rows along an axis are that it adds up is known without)
+        return followed
+    if not call.located and all(mark.alone is not None and mark.entries is None for _, mark in call.lost):
         return followed
     of_batch = [operand for operand in call.operands if operand.axis is not None]
     tensors = [*call.outputs, *(operand.tensor for operand in call.operands)]
@@ -41,7 +43,7 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
         return followed
     found: Sequence[Tensor | None] = ()
     if stays:
-        found = [_laid_over(known, call.outputs[0].shape)] * len(call.outputs)
+        found = [together(known.values(), call.outputs[0].shape)] * len(call.outputs)
     elif moves and _are_sources(call, of_batch):
         found = _moved(call, known)
     elif call.op in _TOTALS and len(of_batch) == len(call.operands) == 1 and call.outputs[0].dim():
@@ -65,9 +67,7 @@ def _are_sources(call: ObservedCall, of_batch: list[Operand]) -> bool:
         return False
     if call.op in _JOINS:
         return True
-    sources = call.args[::2] if call.op == "setitem" else call.args[:1]
-    moves = not call.inplace or call.op == "setitem"
-    return moves and all(any(operand.tensor is source for source in sources) for operand in of_batch)
+    return not call.inplace and all(operand.tensor is call.args[0] for operand in of_batch)
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -82,18 +82,6 @@ def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
     return entries_of(place, operand.tensor, call.batch_size)
 
 
-def _laid_over(entries: dict[int, Tensor], shape: torch.Size) -> Tensor | None:
-    """The sample of each entry where operands are laid over each other; None where an entry is of several."""
-    if any(torch.broadcast_shapes(each.shape, shape) != shape for each in entries.values()):
-        return None
-    first, *others = [each.expand(shape) for each in entries.values()]
-    for each in others:
-        if bool(((first != each) & (first >= 0) & (each >= 0)).any()):
-            return None
-        first = torch.maximum(first, each)
-    return first
-
-
 def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None]:
     """The sample of each entry of the outputs: the same call moves the numbers of the samples."""
     if call.op in _KEEPS:
@@ -102,14 +90,12 @@ def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None
 
     def moved(first: int) -> list[Tensor]:
         numbers = [
-            _as_number(call, leaf)
-            if own is None
-            else (own.float() + first).masked_fill(own < 0, torch.nan).contiguous()
+            _as_number(leaf) if own is None else (own.float() + first).masked_fill(own < 0, torch.nan).contiguous()
             for leaf, own in zip(leaves, (entries.get(id(leaf)) for leaf in leaves), strict=True)
         ]
         args, kwargs = tree_unflatten(numbers, spec)
         result: Any = call.function(*args, **kwargs)
-        return list(tensors_in(args[0] if result is None else result))
+        return list(tensors_in(result))
 
     with torch.no_grad():  # (what stays as it is for other numbers is a constant)
         pairs = list(zip(moved(1), moved(1 + call.batch_size), strict=True))
@@ -118,25 +104,33 @@ def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None
     return [torch.where((two - one).abs() == call.batch_size, one.abs() - 1, -1).long() for one, two in pairs]
 
 
-def _as_number(call: ObservedCall, leaf: Any) -> Any:
+def _as_number(leaf: Any) -> Any:
     """What stands beside the numbers of the samples: a copy of the same dtype, unless it is an index."""
-    is_value = call.op == "setitem" and any(leaf is each for each in call.args[::2])
-    if not isinstance(leaf, Tensor) or not (is_value or leaf.is_floating_point()):
-        return leaf
-    return leaf.detach().to(torch.float32, copy=True)
+    is_value = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().to(torch.float32, copy=True) if is_value else leaf
 
 
 def _placed(
     place: BatchAxis | Lost | None, output: Tensor, entries: Tensor | None, batch_size: int
 ) -> BatchAxis | Lost | None:
     """Where the samples lie in an output of whose entries the samples are known."""
-    if entries is None or not isinstance(place, Lost) or place.of_others or place.noted or place.filled is not None:
+    if entries is None or not isinstance(place, Lost) or place.noted or (place.of_others and place.alone is None):
         return place
     is_known = bool((entries >= 0).all())
     if is_known and not entries.dim():
         return replace(place, samples=frozenset({int(entries)}), parts=frozenset({1}))
-    axis = by_entries(entries, batch_size, None) if is_known else None
-    return replace(place, entries=entries) if axis is None else axis
+    axis = by_entries(entries, batch_size, None) if is_known else _of_batch(entries, batch_size)
+    return replace(place, entries=entries) if axis is None or place.alone is not None else axis
+
+
+def _of_batch(entries: Tensor, batch_size: int) -> BatchAxis | None:
+    """The axis of which row b holds entries of sample b, and others that are none's."""
+    every = torch.arange(batch_size, device=entries.device)
+    for dim in range(entries.dim()):
+        rows = entries.movedim(dim, 0).reshape(entries.size(dim), -1)
+        if torch.equal(rows.amax(1), every) and bool(((rows == every[:, None]) | (rows < 0)).all()):
+            return BatchAxis(dim)
+    return None
 
 
 def _added_up(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
@@ -154,7 +148,7 @@ def _added_up(call: ObservedCall, followed: Followed, entries: Tensor) -> Follow
 def _all_added_up(call: ObservedCall, entries: dict[int, Tensor]) -> Followed | None:
     """The answer for a sum or mean, or a loss, over all entries, each of one sample: as over rows of samples."""
     shape = torch.broadcast_shapes(*(operand.tensor.shape for operand in call.operands))
-    laid = _laid_over(entries, shape)
+    laid = together(entries.values(), shape)
     if laid is None or not laid.numel() or bool((laid < 0).any()) or not call.lost:
         return None
     axis = picked(0, laid.flatten(), call.batch_size)

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-
 Note: TypeAlias = tuple[str, str]
 
 
@@ -228,8 +227,6 @@ class EntryOwners:
         samples: those that it is made of, each alone or added up; empty where they are all or not known.
         apart: its entries are of different samples.
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
-        filled: an axis whose rows samples were written into one after another, and the sample of each row, -1 where
-            none was yet; None where that is not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
         adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
@@ -238,7 +235,6 @@ class EntryOwners:
     samples: frozenset[int] = frozenset()
     apart: bool = False
     entries: Tensor | None = None
-    filled: tuple[int, Tensor] | None = None
     unplaced: bool = False
     listed: bool = False
     adrift: bool = False
@@ -300,8 +296,8 @@ class Lost(EntryOwners, SampleSum):
     @property
     def is_plain_sum(self) -> bool:
         """Whether it is a sum over the samples, or a part of one, and nothing further is known of it."""
-        known = (self.entries, self.filled, self.totals, self.shares, self.weights, self.computed)
-        said = self.noted or self.samples or self.joins or self.terms or self.apart or self.listed or self.adrift
+        known = (self.entries, self.totals, self.shares, self.weights, self.computed)
+        said = self.noted or self.samples or self.terms or self.apart or self.listed or self.adrift
         return self.reduced and bool(self.parts) and not (said or self.unplaced or any(x is not None for x in known))
 
     @property
@@ -401,11 +397,22 @@ def entries_of(place: BatchAxis | Lost, tensor: Tensor, batch_size: int) -> Tens
         return entry_owners(place, shape, batch_size, device) if place.dim < tensor.dim() else None
     if place.noted or place.crossed or place.unplaced:
         return None
-    if place.alone is not None:
-        return torch.full(shape, place.alone, device=device)
-    if place.entries is None and place.filled is not None and place.filled[0] < tensor.dim():
-        return laid_along(place.filled[1].to(device), place.filled[0], shape)
-    return place.entries if place.entries is not None and place.entries.shape == shape else None
+    if place.entries is not None:
+        return place.entries if place.entries.shape == shape else None
+    return None if place.alone is None else torch.full((), place.alone, device=device).expand(shape)
+
+
+def together(owners: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
+    """The sample of each entry where tensors are laid over each other, or None where one is of several."""
+    found: Tensor | None = None
+    for each in owners:
+        if torch.broadcast_shapes(each.shape, shape) != shape:
+            return None
+        laid = each.expand(shape)
+        if found is not None and bool(((found != laid) & (found >= 0) & (laid >= 0)).any()):
+            return None
+        found = laid if found is None else torch.maximum(found, laid)
+    return found
 
 
 def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis | None:

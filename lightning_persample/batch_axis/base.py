@@ -109,13 +109,14 @@ def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None =
     return Followed((axis,) * len(call.outputs), aligned)
 
 
-def _reason(call: ObservedCall, what: str) -> str:
+def reason_of(call: ObservedCall, what: str) -> str:
+    """Since where no axis holds the samples."""
     return f"`{call.name}` {what} (shapes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
 
 
 def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
     """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
-    reason = _reason(call, what)
+    reason = reason_of(call, what)
     mixing = reason if mixes is not False and any(o.requires_grad for o in call.outputs) else None
     mark = Lost(reason, noted=mixing is not None, crossed=bool(mixes))
     return Followed((mark,) * len(call.outputs), mixing=mixing)
@@ -134,7 +135,7 @@ def lists(call: ObservedCall) -> bool:
 
 def listed(call: ObservedCall) -> Followed:
     """Places of true entries or the numbers that occur, over the whole batch: data along no axis of it."""
-    reason = _reason(call, "gives positions or numbers across the batch")
+    reason = reason_of(call, "gives positions or numbers across the batch")
     integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
     return Followed(tuple(Lost(reason, listed=each) for each in integers))
 
@@ -155,7 +156,7 @@ def mixing_among(call: ObservedCall) -> str | None:
 
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     """Each output is one row of the batch axis, and so belongs to one sample alone."""
-    reason = _reason(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
+    reason = reason_of(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
     if axis.mixing is not None:
         said = mixing_among(call)
         return Followed((Lost(reason, noted=said is not None),) * len(call.outputs), weighting=said)
@@ -248,7 +249,7 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
             known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
             room = (rest if len(owners) > call.batch_size else None) if known is not None else None
         if known is None and torch.equal(owners[rows], written) and (found is None or found.mixing is None):
-            mark = Lost(_reason(call, "leaves rows of no sample"), apart=True, filled=(dim, owners))
+            mark = Lost(reason_of(call, "leaves rows of no sample"), entries=laid_along(owners, dim, target.shape))
             return padded(call, mark, rest)
         where = None if known is None else picked(dim, known, call.batch_size)
     if not isinstance(where, BatchAxis) or where.dim != dim:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, entry_owners, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, entries_of, entry_owners, picked, row_owners, together
 from lightning_persample.batch_axis.base import (
-    Alignment,
     Followed,
     alone,
     beside_lost,
@@ -22,11 +23,13 @@ from lightning_persample.batch_axis.base import (
     lost,
     padded,
     propagation_rule,
+    reason_of,
     with_constant_rows,
 )
-from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.observed import ObservedCall
 
 _WHOLE = slice(None)
+Mark: TypeAlias = BatchAxis | Lost | None
 
 
 @propagation_rule("getitem", by_layout=True)
@@ -160,30 +163,16 @@ def _follow_masked_select(call: ObservedCall) -> Followed:
 def _follow_masked_scatter(call: ObservedCall) -> Followed:
     """The entries of the source go, in order, to the true places of the mask: each to one of its own sample."""
     target, mask, source = (call.argument(*each) for each in ((0, "self", "input"), (1, "mask"), (2, "source")))
-    where, by, incoming = map(call.axis_of, (target, mask, source))
+    by, incoming = call.axis_of(mask), call.axis_of(source)
     if call.lost:
         return beside_lost(call)
-    own = by.moved(by.dim + target.dim() - mask.dim()) if isinstance(by, BatchAxis) else None
-    if by is None and isinstance(incoming, BatchAxis):
-        before, mask = _owners_in(call, target), mask.expand(target.shape)
-        if before is not None:
-            given = entry_owners(incoming, source.shape, call.batch_size, mask.device).reshape(-1)
-            after = before.masked_scatter(mask, given)
-            placed = _in_rows_of_their_own(call, target, before, after, incoming)
-            return placed or lost(call, "writes samples into places of other samples", mixes=None)
-    place = where if isinstance(where, BatchAxis) else own
-    if not isinstance(place, BatchAxis) or not isinstance(incoming, BatchAxis):
+    if not isinstance(incoming, BatchAxis):
         return lost(call, "writes entries in the order of places in the whole batch", mixes=None)
-    owners, given = (
-        entry_owners(axis, tensor.shape, call.batch_size, mask.device)
-        for tensor, axis in ((target, place), (source, incoming))
-    )
-    written = owners[mask.expand(target.shape)]
-    same = torch.equal(written, given.flatten()[: written.numel()])
-    if not same or (own is not None and not own.same_place(place)):
-        return lost(call, "writes samples into places of other samples", mixes=None)
-    place = place.mixed(call.mixing)
-    return keep(call, place, _only(target, place))
+    own: Mark = by.moved(by.dim + target.dim() - mask.dim()) if isinstance(by, BatchAxis) else None
+    places = mask.expand(target.shape)
+    given = entry_owners(incoming, source.shape, call.batch_size, mask.device).flatten()[: int(places.sum())]
+    placed = _by_entries(call, target, [places], [own], given, False)
+    return placed or lost(call, "writes samples into places of other samples", mixes=None)
 
 
 def _is_mask(item: Any) -> bool:
@@ -260,122 +249,118 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
     by_rows = _into_rows(call, target, items, value)
     if by_rows is not None:
         return by_rows
-    if where is None and incoming is None and (placed := _along_mask(call, items)) is not None:
-        return keep(call, placed, lambda each: placed if each is target else _along_target(items, each, placed))
-    if isinstance(where, BatchAxis) and _into_listed(call, items, value, where):
-        mixing = where.mixing or (incoming.mixing if isinstance(incoming, BatchAxis) else None)
-        return Followed((where.mixed(mixing),), by_values=True)
-    own = _row_by_row(call, target, items, value, incoming)
-    is_own = own is not None and isinstance(where, BatchAxis) and where.same_place(own)
-    if isinstance(where, BatchAxis) and call.batch_size > 1 and not is_own and not _places_are_own(call, items, where):
-        return lost(call, "writes into places that depend on other samples", mixes=None)
     weighs = isinstance(value, Tensor) and value.requires_grad and incoming is None
     if isinstance(where, BatchAxis) and weighs and call.batch_size > 1 and _cuts(items, where.dim):
         return lost(call, "writes a weight into rows of some samples; use torch.where with a mask of the rows")
-    if isinstance(where, BatchAxis) and incoming is None:
-        return Followed((where,), lambda tensor: _along_target(items, tensor, where))
-    if own is not None and where is None:
-        return Followed((own,))
-    if own is not None and isinstance(where, BatchAxis) and is_own:
-        return Followed((where.mixed(where.mixing or own.mixing),))
-    rows = rows_filled(call, target, index, value, adds)
-    if rows is not None:
-        return rows
+    marks = [call.axis_of(item) for item in items]
+    masked = _along_mask(items, marks)
+    own = masked if where is None else where
+    is_own = not any(marks) or (masked is not None and isinstance(own, BatchAxis) and masked.same_place(own))
+    if isinstance(own, BatchAxis) and incoming is None and (is_own or call.batch_size == 1):
+        return keep(call, own, partial(_along_target, target, items, own))
+    found = None if where is not None or any(marks) else _laid_whole(target, items, value, incoming)
+    if found is not None:
+        return keep(call, found, partial(_along_target, target, items, found))
+    by_entries = written_entries(call, target, index, value, adds)
+    if by_entries is not None:
+        return by_entries
+    if isinstance(where, BatchAxis) and (any(marks) or incoming is None):
+        return lost(call, "writes into places that depend on other samples", mixes=None)
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes into places that depend on the batch", mixes=None)
-    by_places = _at_places(call, target, index, value)
-    if by_places is not None:
-        return by_places
-    found = _filled(call, target, items, value, incoming)
-    if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
-        return lost(call, "writes samples into places of other samples", mixes=None)
-    return Followed((found,), _only(target, found))
+    return lost(call, "writes samples into places of other samples", mixes=None)
 
 
-def _at_places(call: ObservedCall, target: Tensor, index: Any, value: Tensor) -> Followed | None:
-    """Rows written at places that constants or lists name, each among those of its own sample; None where not so."""
-    incoming, indices = call.axis_of(value), index if isinstance(index, tuple) else (index,)
-    tensors = [item for item in indices if isinstance(item, Tensor)]
-    if not tensors or any(item is None for item in indices) or any(map(_says_where, map(call.axis_of, tensors))):
+def written_entries(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed | None:
+    """The answer for ``target[index] = value`` by the sample of each entry; None where that is not known."""
+    items = _per_axis(index, target.dim())
+    given = _owners_in(call, value) if isinstance(value, Tensor) else torch.tensor(-1, device=target.device)
+    others = [o.axis for o in call.operands if all(o.tensor is not each for each in (target, value, *items))]
+    if given is None or any(mark is not None and not _is_list(mark) for mark in others):
         return None
-    if not isinstance(incoming, BatchAxis) or not all(map(is_plain, (target, value, *tensors))):
+    return _by_entries(call, target, items, [call.axis_of(item) for item in items], given, adds)
+
+
+def _by_entries(
+    call: ObservedCall, target: Tensor, items: list[Any], marks: Sequence[Mark], given: Tensor, adds: bool
+) -> Followed | None:
+    """After a write, by the sample of each entry: that of what is written (-1: none's), or that which says where."""
+    indices: list[Any] = []
+    says: list[Tensor] = []
+    for item, mark in zip(items, marks, strict=True):
+        if isinstance(mark, Lost) and not mark.listed:
+            return None
+        own = None if mark is None or _is_list(mark) else entries_of(mark, item, call.batch_size)
+        says += [] if own is None else [(own[item] if _is_mask(item) else own).to(target.device)]
+        indices += item.nonzero(as_tuple=True) if _is_mask(item) else [item]
+    where = call.axis_of(target) or _along_mask(items, marks)
+    before = _owners_in(call, target) if where is None else entries_of(where, target, call.batch_size)
+    if before is None or not target.numel() or not is_plain(target):
         return None
-    before, written = _owners_in(call, target), entry_owners(incoming, value.shape, call.batch_size, target.device)
-    if before is None:
+    place, index = _Place(indices), tuple(indices)
+    of_constants = place.width > 0 and not says  # (which may leave room for a batch's largest sample)
+    rank = place.width + sum(item is None or isinstance(item, slice) for item in indices)
+    given = given[(0,) * max(given.dim() - rank, 0)].to(target.device)
+    for dim in range(target.dim()):  # an axis along which all is alike counts once
+        item, position = place.item_of(dim)
+        along = position - rank + given.dim()
+        if not isinstance(item, slice) or item != _WHOLE:
+            continue
+        if _is_alike(before, dim) and (along < 0 or _is_alike(given, along)):
+            before, given = before.narrow(dim, 0, 1), given if along < 0 else given.narrow(along, 0, 1)
+    region, behind = before[index], (1,) * (rank - place.start - place.width)
+    written = together([given, *(own.reshape(own.shape + behind) for own in says), *[region] * adds], region.shape)
+    if written is None:
         return None
     after = before.clone()
     after[index] = written
-    of_two = not torch.equal(after[index], written.expand_as(after[index]))
-    return None if of_two else _in_rows_of_their_own(call, target, before, after, incoming)
-
-
-def _says_where(mark: BatchAxis | Lost | None) -> bool:
-    """Whether numbers of the samples are an index, beside lists of the places where something is true."""
-    return mark is not None and not (isinstance(mark, Lost) and mark.listed)
-
-
-def _owners_in(call: ObservedCall, target: Tensor) -> Tensor | None:
-    """The sample of each entry of a tensor that is written into, -1 for those of a constant."""
-    where = call.axis_of(target)
-    if where is None:
-        return torch.full(target.shape, -1, device=target.device)
-    if not isinstance(where, BatchAxis):
+    if not torch.equal(after[index], written):  # (of two samples)
         return None
-    return entry_owners(where, target.shape, call.batch_size, target.device)
-
-
-def _in_rows_of_their_own(
-    call: ObservedCall, target: Tensor, before: Tensor, after: Tensor, incoming: BatchAxis
-) -> Followed | None:
-    """Where the samples lie in a tensor with these samples of its entries, -1 for constants; None where nowhere."""
-    where = call.axis_of(target)
-    if isinstance(where, BatchAxis):
-        return keep(call, where.mixed(where.mixing or incoming.mixing)) if torch.equal(before, after) else None
+    if isinstance(where, BatchAxis):  # (a constant in the row of a sample is the sample's)
+        after = torch.where(after < 0, before, after)
+        if torch.equal(after, before):
+            kept = where.mixed(call.mixing)
+            return keep(call, kept, partial(_along_target, target, items, kept))
     for dim in range(target.dim()):
         rows = after.movedim(dim, 0).reshape(after.size(dim), -1)
-        most = rows.amax(1)
-        if not bool(((rows == most[:, None]) | (rows < 0)).all()):
+        most, there = rows.amax(1), rows >= 0
+        if len(most) < target.size(dim) or not bool(((rows == most[:, None]) | ~there).all()):
             continue
-        owners = with_constant_rows(call, most, call.outputs[0], dim, even=len(most) == call.batch_size)
-        if owners is None:
+        if not place.width and not bool(there.all()):  # (which is not the axis where these are all of one sample)
+            samples = len(most.unique())
+            if samples == 1 or samples not in (len(most), call.batch_size):
+                continue
+        owners: Tensor | None = most
+        if of_constants:
+            owners = with_constant_rows(call, most, call.outputs[0], dim, even=len(most) == call.batch_size)
+        if owners is None or bool((owners < 0).any()):
             continue
-        place, there = picked(dim, owners, call.batch_size, incoming.mixing), rows >= 0
-        is_full = bool(there.all(1).any()) and not bool(there.all())  # (there may be room for the longest of a batch)
-        if is_full:
-            return padded(call, place, after < 0, 1 - dim if dim < 2 <= target.dim() else None)
-        return Followed((place,), _only(target, place), by_values=True)
-    return None
+        axis = picked(dim, owners, call.batch_size, call.mixing)
+        if of_constants and bool(there.all(1).any()) and not bool(there.all()):
+            beside = 1 - dim if dim < 2 <= target.dim() else None
+            return padded(call, axis, (after < 0).expand(target.shape), beside)
+        return replace(keep(call, axis, partial(_along_target, target, items, axis)), by_values=True)
+    if call.mixing is not None or says:
+        return None
+    reason = reason_of(call, "writes samples into places of other samples, or of none")
+    return Followed((Lost(reason, entries=after.expand(target.shape)),), by_values=True)
 
 
-def _only(target: Tensor, place: BatchAxis) -> Alignment:
-    """Of the operands this one alone is laid along the samples."""
-    return lambda tensor: place if tensor is target else None
+def _is_list(mark: BatchAxis | Lost) -> bool:
+    return isinstance(mark, Lost) and mark.listed
 
 
-def _into_listed(call: ObservedCall, items: list[Any], value: object, where: BatchAxis) -> bool:
-    """Whether ``i, j = torch.where(mask); target[i, j] = rows`` writes constants or rows of each place's sample."""
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    marks = [call.axis_of(item) for item in tensors]
-    leading, rest = items[: len(tensors)], items[len(tensors) :]
-    if not all(map(operator.is_, leading, tensors)) or not all(isinstance(item, slice) for item in rest):
-        return False
-    if where.dim != 0 or len(tensors) < 2:
-        return False
-    listed = any(isinstance(mark, Lost) for mark in marks) and all(
-        mark is None or (isinstance(mark, Lost) and mark.listed) for mark in marks
-    )
-    if not listed or any(_is_mask(item) or item.shape != tensors[0].shape or item.dim() != 1 for item in tensors):
-        return False
-    if not isinstance(value, Tensor):
-        return True
-    incoming = call.axis_of(value)
-    if incoming is None:
-        return not value.requires_grad
-    owners = row_owners(where, call.batch_size, tensors[0].device)[tensors[0]]
-    along = value.dim() - len(rest) - 1
-    if not isinstance(incoming, BatchAxis) or incoming.dim != along:
-        return False
-    return torch.equal(row_owners(incoming, call.batch_size, owners.device), owners)
+def _is_alike(owners: Tensor, dim: int) -> bool:
+    """Whether the rows along an axis were laid out from one."""
+    return owners.size(dim) == 1 or owners.stride(dim) == 0
+
+
+def _owners_in(call: ObservedCall, tensor: Tensor) -> Tensor | None:
+    """The sample of each entry of a tensor, -1 for those of a constant; None where that is not known."""
+    where = call.axis_of(tensor)
+    if where is None:
+        return torch.full((), -1, device=tensor.device).expand(tensor.shape)
+    return entries_of(where, tensor, call.batch_size)
 
 
 def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: object) -> Followed | None:
@@ -385,43 +370,6 @@ def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: obje
     if not isinstance(index, Tensor) or _is_mask(index) or index.dim() != 1:
         return None
     return into_own_rows(call, target, found[0], index, value)
-
-
-def rows_filled(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed | None:
-    """After ``target[i] = row`` of one sample, or ``target[i:j] = rows``: the sample of each row, where it is known."""
-    where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
-    items = _per_axis(index, target.dim())
-    if call.batch_size == 1 or any(isinstance(item, Tensor) or item is None for item in items):
-        return None
-    if any(o.axis is not None and o.tensor is not target and o.tensor is not value for o in call.operands):
-        return None
-    if isinstance(incoming, BatchAxis):
-        dim = _axis_laid_along(items, target, value, incoming)
-        written = row_owners(incoming, call.batch_size).cpu()
-        reason, of_batch = f"`{call.name}` writes rows of some samples{user_line()}", incoming.mixing is None
-    elif incoming is not None and incoming.alone is not None and not incoming.noted:
-        dim = next((dim for dim, item in enumerate(items) if item != _WHOLE), None)
-        written, reason, of_batch = torch.tensor(incoming.alone), incoming.reason, True
-    else:
-        return None
-    if dim is None or not of_batch:
-        return None
-    if isinstance(where, BatchAxis):
-        known = (where.dim, row_owners(where, call.batch_size).cpu()) if where.mixing is None else None
-    else:
-        known = (dim, torch.full(target.shape[dim : dim + 1], -1)) if where is None else where.filled
-    if known is None or known[0] != dim:
-        return None
-    owners = known[1].clone()
-    owners[items[dim]] = written
-    is_replaced = not adds and all(item == _WHOLE for position, item in enumerate(items) if position != dim)
-    if not is_replaced and not bool(((known[1] < 0) | (known[1] == owners)).all()):
-        return None  # (a row of two samples)
-    if bool((owners >= 0).all()):
-        place: BatchAxis | Lost = picked(dim, owners.to(target.device), call.batch_size)
-    else:
-        place = Lost(reason, apart=True, filled=(dim, owners))
-    return Followed((place,), by_values=True)
 
 
 def _cuts(items: list[Any], dim: int) -> bool:
@@ -435,17 +383,10 @@ def _cuts(items: list[Any], dim: int) -> bool:
     return False
 
 
-def _axis_laid_along(items: list[Any], target: Tensor, value: Tensor, incoming: BatchAxis) -> int | None:
-    """The axis of a target along which the samples of a value are laid, one row to a row."""
-    kept = [dim for dim, item in enumerate(items) if isinstance(item, slice)]
-    place = value.dim() - incoming.dim  # counted from the right
-    dim = kept[-place] if place <= len(kept) else None
-    rows = value.size(incoming.dim)
-    return dim if dim is not None and len(range(target.size(dim))[items[dim]]) == rows else None
-
-
-def _along_target(items: list[Any], tensor: Tensor, where: BatchAxis) -> BatchAxis | None:
-    """The axis of a mask that lies over the batch axis of the target, for any other tensor None."""
+def _along_target(target: Tensor, items: list[Any], where: BatchAxis, tensor: Tensor) -> BatchAxis | None:
+    """The axis of a target along which it holds the samples, or that of a mask that lies over it; else None."""
+    if tensor is target:
+        return where
     start = 0
     for item in items:
         width = item.dim() if _is_mask(item) else int(item is not None)
@@ -455,83 +396,18 @@ def _along_target(items: list[Any], tensor: Tensor, where: BatchAxis) -> BatchAx
     return None
 
 
-def _along_mask(call: ObservedCall, items: list[Any]) -> BatchAxis | None:
-    """The axis of a constant target of which ``target[mask] = 1`` writes in the rows of each sample, by its mask."""
-    masks = [item for item in items if isinstance(item, Tensor)]
-    axis = call.axis_of(masks[0]) if len(masks) == 1 and _is_mask(masks[0]) else None
-    if not isinstance(axis, BatchAxis):
+def _along_mask(items: list[Any], marks: Sequence[Mark]) -> BatchAxis | None:
+    """The axis of a target of which ``target[mask] = 1`` writes in the rows of each sample, by its mask."""
+    tensors = [(item, mark) for item, mark in zip(items, marks, strict=True) if isinstance(item, Tensor)]
+    item, axis = tensors[0] if len(tensors) == 1 else (None, None)
+    if item is None or not _is_mask(item) or not isinstance(axis, BatchAxis):
         return None
-    return axis.moved(axis.dim + sum(each is not None for each in items[: _position_of(items, masks[0])]))
+    return axis.moved(axis.dim + sum(each is not None for each in items[: _position_of(items, item)]))
 
 
-def _row_by_row(
-    call: ObservedCall, target: Tensor, items: list[Any], value: object, incoming: BatchAxis | Lost | None
-) -> BatchAxis | None:
-    """The axis of a target without samples of which row i is written at places of sample i: ``t[arange(B), y] = v``."""
-    indexed = enumerate(item for item in items if item is not None)
-    tensors = [(dim, item, call.axis_of(item)) for dim, item in indexed if isinstance(item, Tensor)]
-    of_batch = [(item, axis) for _, item, axis in tensors if axis is not None]
-    rows = [(dim, item) for dim, item, axis in tensors if axis is None]
-    if len(rows) != 1 or not of_batch or any(_is_mask(item) for item in items):
-        return None
-    dim, index = rows[0]
-    laid = {
-        axis.dim - item.dim() if _has_one_row_each(axis) else 0 for item, axis in of_batch
-    }  # counted from the right
-    along = laid.pop()
-    if laid or along == 0 or index.dim() + along < 0 or target.size(dim) != call.batch_size:
-        return None
-    of_each = index.movedim(along, 0)
-    every = torch.arange(call.batch_size, device=index.device).reshape(-1, *[1] * (index.dim() - 1))
-    if len(of_each) != call.batch_size or not torch.equal(of_each, every.expand_as(of_each)):
-        return None
-    if isinstance(value, Tensor) and incoming is not None:
-        place = _Place(items)
-        from_right = place.start + along - sum(item is None or isinstance(item, slice) for item in items)
-        if not _has_one_row_each(incoming) or incoming.dim - value.dim() != from_right:
-            return None
-    return BatchAxis(dim, mixing=call.mixing)
-
-
-def _has_one_row_each(axis: BatchAxis | Lost | None) -> TypeGuard[BatchAxis]:
-    """Whether row b of the axis is that of sample b."""
-    return isinstance(axis, BatchAxis) and axis.rows == 1 and axis.owner is None
-
-
-def _places_are_own(call: ObservedCall, items: list[Any], where: BatchAxis) -> bool:
-    """Whether index tensors that depend on the batch say where to write in the rows of their own samples alone."""
-    start = 0
-    rows: Tensor | None = None  # the index of the batch axis
-    found: list[tuple[Tensor, BatchAxis | Lost, int]] = []
-    for item in items:
-        width = item.dim() if _is_mask(item) else int(item is not None)
-        if isinstance(item, Tensor):
-            own = call.axis_of(item)
-            rows = item if start == where.dim and own is None else rows
-            found += [(item, own, start)] if own is not None else []
-        start += width
-    every = rows is not None and torch.equal(rows.flatten(), torch.arange(rows.numel(), device=rows.device))
-
-    def is_own(item: Tensor, own: BatchAxis | Lost, start: int) -> bool:
-        if _is_mask(item):
-            return isinstance(own, BatchAxis) and own.moved(own.dim + start).same_place(where)
-        return every and isinstance(own, BatchAxis) and own.same_layout(where)
-
-    return all(is_own(*each) for each in found)
-
-
-def _filled(
-    call: ObservedCall, target: Tensor, items: list[Any], value: Tensor, incoming: BatchAxis
-) -> BatchAxis | None:
-    """The axis of the target that a value of the batch was laid along, where it is laid along all of it."""
-    if len(items) and _is_mask(items[0]) and all(item == _WHOLE for item in items[1:]) and incoming.dim == 0:
-        mask = items[0]
-        own = call.axis_of(target) or call.axis_of(mask)
-        if not isinstance(own, BatchAxis) or own.dim >= mask.dim() or value.dim() != target.dim() - mask.dim() + 1:
-            return None
-        owners = row_owners(own, call.batch_size, mask.device)[mask.nonzero()[:, own.dim]]
-        return own if torch.equal(owners, row_owners(incoming, call.batch_size, mask.device)) else None
-    if any(_is_mask(item) or (isinstance(item, Tensor) and call.axis_of(item) is not None) for item in items):
+def _laid_whole(target: Tensor, items: list[Any], value: Any, incoming: BatchAxis | Lost | None) -> BatchAxis | None:
+    """The axis of a target along all of which a value of the batch is laid."""
+    if not isinstance(incoming, BatchAxis) or any(_is_mask(item) for item in items):
         return None
     place = _Place(items)
     part_dims = place.width + sum(item is None or isinstance(item, slice) for item in items)

@@ -158,4 +158,4 @@ OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OF_OTHERS)
 def test_rows_written_among_those_of_other_samples_are_named(name: str) -> None:
     record = record_of(network(), lambda m, x: m.c(OF_OTHERS[name](m.a(x)).sum(1)).square().mean(), torch.randn(3, 3))
-    assert (*record.mixing, *record.axis_lost, *record.unsupported.values()) != ()
+    assert (*record.mixing, *record.axis_lost, *record.weighting, *record.unsupported.values()) != ()

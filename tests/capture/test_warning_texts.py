@@ -90,8 +90,8 @@ LOSES_THE_AXIS: dict[str, tuple[Any, str]] = {
     ),
     "cut-apart": (lambda z: z.view(3, 6).softmax(1).mean(), "`view` cuts the batch axis apart (shapes [(6, 3)]"),
     "written-across": (
-        lambda z: z.index_put((torch.tensor([0, 1]),), z[:2].flip(0)).add(z).square().mean(),
-        "`index_put` writes samples into places of other samples (shapes [(6, 3), (2,), (2, 3)]",
+        lambda z: z.index_put((torch.tensor([0, 1]), torch.tensor([0, 0])), z[:2, 0].flip(0)).softmax(1).mean(),
+        "`index_put` writes samples into places of other samples, or of none (shapes [(6, 3), (2,), (2,), (2,)]",
     ),
 }
 
