@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_persample.callbacks.checkpoints import Source
-from lightning_persample.callbacks.collect import checked_pass, run_pass
-from lightning_persample.callbacks.collecting import Pass, Passing
+from lightning_persample.callbacks.collect import Pass, Passing, checked_pass, run_pass
 from lightning_persample.callbacks.lightning_internals import quiet_trainer
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError

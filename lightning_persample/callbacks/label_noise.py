@@ -266,7 +266,7 @@ class _Flips:
             offsets = [self._offset(each) for each in key]
             return self.relabel(item, lambda labels: self._of_batch(labels, offsets)) if any(offsets) else item
         offset = self._offset(key)
-        return self.relabel(item, lambda label: self._of_one(label, offset)) if offset else item
+        return self.relabel(item, lambda label: _like(label, self._next(_int_of(label), offset))) if offset else item
 
     def _offset(self, key: Any) -> int:
         try:
@@ -278,9 +278,6 @@ class _Flips:
                 f"LabelNoiseProbe flips labels by their index, 0 to {self.length - 1}, and the sampler draws {key!r}"
             )
         return self.offsets.get(index, 0)
-
-    def _of_one(self, label: Any, offset: int) -> Any:
-        return _like(label, self._next(_int_of(label), offset))
 
     def _of_batch(self, labels: Any, offsets: list[int]) -> Any:
         if not isinstance(labels, (Tensor, np.ndarray)) or labels.shape != (len(offsets),):

@@ -174,17 +174,13 @@ class ObservedMethod:
     def restore(self) -> None:
         """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
         # Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
-        self._run, self._is_live, self._rests = None, _never, _never
+        self._run, self._is_live, self._rests = None, bool, bool  # (which give False)
         if self._owner.__dict__.get(self._name) is not self:
             return
         if self._own is _ABSENT:
             del self._owner.__dict__[self._name]
         else:
             self._owner.__dict__[self._name] = self._own
-
-
-def _never() -> bool:
-    return False
 
 
 def as_it_is(value: Any) -> Any:

@@ -25,10 +25,11 @@ from lightning_persample.callbacks.lightning_internals import (
     iterators_of,
     structure_of,
 )
-from lightning_persample.callbacks.row_order import Column, RowOrder
 from lightning_persample.callbacks.tagged_loader import (
     LAST_KEYS,
+    Column,
     Drawn,
+    RowOrder,
     TaggedLoader,
     TrainingView,
     as_drawn,

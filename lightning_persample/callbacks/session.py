@@ -48,8 +48,7 @@ from lightning_persample.callbacks.manual import (
     unseen,
     why_not_manual,
 )
-from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice
-from lightning_persample.callbacks.reports import Reports
+from lightning_persample.callbacks.observed_step import ObservedStep, Reports, SampleChoice
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.callbacks.second_pass import (
     SecondEngine,

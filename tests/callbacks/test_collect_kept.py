@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleError, PerSampleWarning, collect_gradients
-from lightning_persample.callbacks.collecting import SamplesOnce
+from lightning_persample.callbacks.collect import SamplesOnce
 from lightning_persample.influence import GradientStore
 from lightning_persample.influence.shards import StoreWriter
 from tests.callbacks.collect_runs import COUNT, Net, Rows, joined, loop, stored

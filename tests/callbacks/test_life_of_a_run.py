@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, tagged_loader
 from lightning_persample.callbacks.lightning_internals import ObservedMethod
-from lightning_persample.callbacks.reports import Reports
+from lightning_persample.callbacks.observed_step import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, Recorder, fit, loader, logged, make_trainer
