@@ -22,6 +22,7 @@ from lightning_persample.errors import OptionError, PerSampleWarning, Unsupporte
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
 from lightning_persample.gradients.cost import current_options
 from lightning_persample.gradients.moments import Moments
+from lightning_persample.gradients.together import dots
 from lightning_persample.torch_internals import divide_each, multiply_each, version_counter
 
 OF_KEPT = frozenset({"dot", "projection"})
@@ -62,7 +63,7 @@ class KeptGradients:
     @torch.no_grad()
     def with_vectors(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Dot of each sample's own gradient with one vector; -> (B,)."""
-        terms: list[Tensor] = []
+        structures: list[SampleGradient] = []
         for name, vector in vectors.items():
             structure = self._structures.get(name)
             if structure is None:
@@ -77,11 +78,11 @@ class KeptGradients:
                     f"{tuple(structure.shape)}"
                 )
             self._refuse_changed(name, "dot")
-            with kernel_options(self._options):
-                terms.append(structure.dot(vector.detach()))
-        if not terms:
+            structures.append(structure)
+        if not structures:
             raise OptionError("dot: there is no vector; give one for at least one parameter")
-        total = summed(terms)
+        with kernel_options(self._options):
+            total = summed(dots(structures, [vector.detach() for vector in vectors.values()]))
         return total if self._own is None else self._own.own([total])[0]
 
     @torch.no_grad()

@@ -1,13 +1,15 @@
-"""Squared norms of what one call contributes to several parameters, where these have numbers in common.
+"""Squared norms and dots of the gradients of several parameters, in fewer passes and calls than one by one.
 
 The weight and the bias of a linear map on one row per sample get g (x) x and g: |g|^2 is needed for both, and reading g
-is most of the work.
+is most of the work. Biases and scales are so small that the calls are most of the work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
@@ -49,6 +51,36 @@ def sq_norms(gradients: Sequence[SampleGradient], later: list[Later | None] | No
     found = [gradient.sq_norm_or_later() for gradient in gradients]
     later[:] = [each for _, each in found]
     return [value for value, _ in found]
+
+
+_SMALL = 4096  # numbers of a sample that are copied sooner than they are multiplied in a call of their own
+
+
+def dots(gradients: Sequence[SampleGradient], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """The terms whose sum is the dot of each sample's gradient of several parameters with one vector.
+
+    Example:
+        >>> one, other = Dense(torch.ones(5, 2)), Dense(torch.ones(5, 3))
+        >>> [term.tolist() for term in dots([one, other], [torch.ones(2), torch.ones(3)])]
+        [[5.0, 5.0, 5.0, 5.0, 5.0]]
+
+    Args:
+        gradients: structures of the same samples.
+        vectors: for each a tensor of its shape.
+
+    Returns:
+        (B,) each, as `SampleGradient.dot` gives it.
+    """
+    terms: list[Tensor] = []
+    small: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for gradient, vector in zip(gradients, vectors, strict=True):
+        if type(gradient) is Dense and vector.numel() <= _SMALL and vector.layout is torch.strided:
+            rows, parts = small.setdefault((gradient.grad.dtype, gradient.device, vector.dtype, vector.device), ([], []))
+            rows.append(gradient.grad.unsqueeze(-1).flatten(1))
+            parts.append(vector.flatten())
+        else:
+            terms.append(gradient.dot(vector))
+    return terms + [Dense(torch.cat(rows, 1)).dot(torch.cat(parts)) for rows, parts in small.values()]
 
 
 def _same(left: Tensor, rows: Tensor) -> bool:
