@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from typing_extensions import Unpack
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
     COSINE,
+    Between,
     Products,
     Rows,
     ScoreOptions,
     StoreOrPath,
-    Term,
     align,
     checked_damping,
     given_gradients,
@@ -77,15 +77,14 @@ def ekfac(
     train, test = given_gradients(train, test, "ekfac")
     check_eigenbasis(train)
     aligned = align(train, test, why_one=_ONE)
-    ((train_rows, test_rows),) = aligned.pairs
-    products = Products(options)
-    between = ekfac_terms(train_rows, products, damping, absolute)
-    terms = normalized(between, train_rows, test_rows, products) if normalize else between(train_rows, test_rows)
+    (pair,), products = aligned.pairs, Products(options)
+    between = ekfac_terms(pair[0], products, damping, absolute)
+    terms = normalized(between, pair, products) if normalize else partial(between, *pair)
     text = (
         "g^T (Lambda + damping)^-1 g' in the eigenbasis of each layer, Lambda the mean of g^2 by direction: positive "
         "where a small step along (Lambda + damping)^-1 g lowers the test sample's loss"
     )
-    return aligned.scored("ekfac", COSINE + text if normalize else text, terms, options)
+    return aligned.scored("ekfac", COSINE + text if normalize else text, terms, products)
 
 
 def check_eigenbasis(train: GradientStore) -> None:
@@ -97,7 +96,7 @@ def check_eigenbasis(train: GradientStore) -> None:
         )
 
 
-def ekfac_terms(train: Rows, products: Products, damping: float, absolute: bool) -> Callable[[Rows, Rows], list[Term]]:
+def ekfac_terms(train: Rows, products: Products, damping: float, absolute: bool) -> Between:
     """What the scores of two sides add up to, Lambda that of these training rows."""
     store = train.store
     (moments,), count = second_moments(store, [slice(0, store.num_columns)], products, diagonal=True)
@@ -112,4 +111,4 @@ def ekfac_terms(train: Rows, products: Products, damping: float, absolute: bool)
     def weighted(values: Tensor) -> Tensor:
         return values * weights
 
-    return lambda train, test: [Term(train, test, of_test=weighted)]
+    return lambda train, test: [(train, test._replace(transform=weighted))]

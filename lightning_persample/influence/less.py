@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.norms import as_real
 from lightning_persample.influence.products import (
+    Products,
     ScoreOptions,
     StoreOrPath,
     align,
@@ -139,4 +140,4 @@ def less(
         "sum over checkpoints of learning_rate * cos(Gamma, g'): positive where a small step of Adam on the training "
         "sample lowers the test sample's loss"
     )
-    return aligned.scored("less", text, aligned.terms(rates, unit_rows, unit_rows), options)
+    return aligned.scored("less", text, aligned.terms(rates, unit_rows), Products(options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
@@ -10,11 +10,12 @@ from typing_extensions import Unpack
 
 from lightning_persample.influence.products import (
     COSINE,
+    Between,
+    Pair,
     Products,
     Rows,
     ScoreOptions,
     StoreOrPath,
-    Term,
     Transform,
     align,
     checked_damping,
@@ -97,17 +98,14 @@ def logra(
     check_option("normalize", normalize, isinstance(normalize, bool), "True or False")
     train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
-    ((train_rows, test_rows),) = aligned.pairs
-    products = Products(options, share=2)
-    between = logra_terms(train_rows, products, damping, shrinkage, robust, absolute)
-    terms = (
-        normalized(between, train_rows, test_rows, products) if normalize else partial(between, train_rows, test_rows)
-    )
+    (pair,), products = aligned.pairs, Products(options, share=2)
+    between = logra_terms(pair[0], products, damping, shrinkage, robust, absolute)
+    terms = normalized(between, pair, products) if normalize else partial(between, *pair)
     text = (
         "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
         "(H + damping)^-1 g lowers the test sample's loss"
     )
-    return aligned.scored("logra", COSINE + text if normalize else text, terms, options, share=2)
+    return aligned.scored("logra", COSINE + text if normalize else text, terms, products)
 
 
 def logra_terms(
@@ -117,7 +115,7 @@ def logra_terms(
     shrinkage: float | None = None,
     robust: bool | None = None,
     absolute: bool = False,
-) -> Callable[[Rows, Rows], Iterator[Term]]:
+) -> Between:
     """What the scores of two sides add up to, H that of these training rows."""
     store, is_eigen = train.store, train.store.manifest.is_eigen
     share = (0.5 if is_eigen else 0.0) if shrinkage is None else shrinkage
@@ -131,10 +129,10 @@ def logra_terms(
 
     made = [*solvers()] if len(groups) == 1 else None
 
-    def between(train: Rows, test: Rows) -> Iterator[Term]:
+    def between(train: Rows, test: Rows) -> Iterator[Pair]:
         for names, solved in solvers() if made is None else made:
             one, other = (rows._replace(store=rows.store.parameters(names)) for rows in (train, test))
-            yield Term(one, other, of_test=solved)
+            yield one, other._replace(transform=solved)
 
     return between
 

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from numbers import Real
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 import numpy
 import torch
@@ -52,11 +53,42 @@ def direction_of(store: GradientStore) -> Any:
 _SHOWN = 5  # of what a message lists
 
 
+Transform = Callable[[Tensor], Tensor]
+"""Rows (m, K) to as many rows."""
+
+
 class Rows(NamedTuple):
-    """Rows of a store at the same weights, and the place of each one's sample in the scores, (rows,) int64."""
+    """Rows of a store at the same weights, and what a score takes of them: ``a_i f(g_i)``."""
 
     store: GradientStore
-    places: Tensor
+    places: Tensor  # of each one's sample in the scores, (rows,) int64
+    transform: Transform | None = None  # f
+    factors: Tensor | None = None  # a, (rows,)
+
+    def taken(self, at: Tensor, values: Tensor) -> Tensor:
+        """What is taken of the rows at these positions, which have these values."""
+        values = values if self.transform is None else self.transform(values)
+        return values if self.factors is None else values * self.factors[at, None].to(values)
+
+    def chosen(self, own: Tensor) -> Rows:
+        """Some of the rows."""
+        factors = None if self.factors is None else self.factors[own]
+        return self._replace(store=self.store.select(own), places=self.places[own], factors=factors)
+
+    def in_order(self) -> Rows:
+        """The rows in the order of their samples."""
+        return self.chosen(self.places.argsort(stable=True))
+
+    def between(self, start: int, stop: int) -> Rows:
+        """The rows of the samples from start to stop, of rows that are in order."""
+        return self.chosen(torch.arange(*torch.searchsorted(self.places, torch.tensor([start, stop])).tolist()))
+
+
+Pair = tuple[Rows, Rows]
+"""Rows of training and of test samples, whose products are a part of a score; they add up for each pair of samples."""
+
+Terms = Callable[[], Iterable[Pair]]
+"""Makes the pairs whose products add up to a score, one after the other, as they may take much memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,25 +97,24 @@ class Alignment:
 
     train_index: tuple[int, ...]  # of the training samples, ascending
     test_index: tuple[int, ...]  # of the test samples, ascending
-    pairs: tuple[tuple[Rows, Rows], ...]  # of training and test samples, for each of the weights
+    pairs: tuple[Pair, ...]  # for each of the weights
     unknown: int  # number of rows without an index, which are in no pair
     names: tuple[Any, ...]  # of the weights: a checkpoint or a step
 
     def terms(
-        self,
-        factors: Iterable[Tensor | float] | None = None,
-        of_train: Transform | None = None,
-        of_test: Transform | None = None,
-    ) -> list[Term]:
-        """A term for each of the weights, with a factor of each, or of each training row."""
-        given = (None,) * len(self.pairs) if factors is None else factors
-        return [Term(*pair, factor, of_train, of_test) for pair, factor in zip(self.pairs, given, strict=True)]
+        self, factors: Iterable[Tensor | float] | None = None, transform: Transform | None = None
+    ) -> Callable[[], list[Pair]]:
+        """The rows of all weights, both sides transformed, with a factor of each, or of each training row."""
+        pairs: list[Pair] = []
+        for (train, test), factor in zip(self.pairs, repeat(None) if factors is None else factors, strict=False):
+            if factor is not None:
+                factor = torch.as_tensor(factor, dtype=torch.float64).expand(len(train.places))
+            pairs.append((train._replace(transform=transform, factors=factor), test._replace(transform=transform)))
+        return lambda: pairs
 
-    def scored(
-        self, name: str, convention: str, terms: Terms, options: ScoreOptions | None = None, *, share: int = 1
-    ) -> PairScores:
+    def scored(self, name: str, convention: str, terms: Terms, products: Products) -> PairScores:
         """The sum of all terms, with the counts of rows that are in none or are not finite."""
-        products, test_index = Products(options or {}, share), self.test_index
+        test_index = self.test_index
         if products.groups is not None:
             test_index, places = grouped(products.groups, test_index)
             terms = _by_group(terms, places)
@@ -363,27 +394,6 @@ class ScoreOptions(TypedDict, total=False):
 
 _BLOCK_BYTES = 1 << 26
 
-Transform = Callable[[Tensor], Tensor]
-"""Rows (m, K) to as many rows."""
-
-
-F = TypeVar("F", Tensor | float | None, Tensor | None)
-
-
-class Term(NamedTuple):
-    """A part of a score of pairs: ``a_i b_j f(g_i) . h(g'_j)``, added up where samples have several rows."""
-
-    train: Rows
-    test: Rows
-    factors: Tensor | float | None = None  # a, of each training row
-    of_train: Transform | None = None  # f
-    of_test: Transform | None = None  # h
-    test_factors: Tensor | None = None  # b, of each test row
-
-
-Terms = Sequence[Term] | Callable[[], Iterable[Term]]
-"""The terms of a score; a callable makes them one after the other, where they take much memory."""
-
 
 def _device(given: torch.device | str) -> torch.device:
     """The device of this name, where there is one that holds numbers."""
@@ -441,18 +451,11 @@ class Products:
         """A tensor where the products are computed, and in their type."""
         return tensor.to(self.device, self.dtype)
 
-    def _of_test(self, term: Term, places: Tensor, values: Tensor) -> Tensor:
-        values = values if term.of_test is None else term.of_test(values)
-        return values if term.test_factors is None else values * term.test_factors[places, None].to(values)
-
-    def _products(self, term: Term, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The products of training rows with transformed test rows, some at a time, and the places of their samples."""
+    def _products(self, train: Rows, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The products of training rows with what is taken of test rows, some at a time, and their samples' places."""
         step = max(1, self._bytes // (right.element_size() * max(1, len(right))))
-        for at, left in self.blocks(term.train.store):
-            left = left if term.of_train is None else term.of_train(left)
-            if term.factors is not None:
-                left = left * (term.factors[at, None].to(left) if isinstance(term.factors, Tensor) else term.factors)
-            places = term.train.places[at]
+        for at, values in self.blocks(train.store):
+            left, places = train.taken(at, values), train.places[at]
             for start in range(0, len(left), step):
                 yield places[start : start + step], left[start : start + step] @ right.T
 
@@ -461,23 +464,20 @@ class Products:
         # The test store is read once for each term, and the training store once for each block of it. Cost: ``2 n m K``
         # operations for n training and m test rows of K columns, besides the transforms.
         scores = torch.zeros(shape, dtype=self.dtype)
-        for term in terms() if callable(terms) else terms:
-            for at, values in self.blocks(term.test.store):
-                right, columns = self._of_test(term, at, values), term.test.places[at]
-                for rows, products in self._products(term, right):
+        for train, test in terms():
+            for at, values in self.blocks(test.store):
+                right, columns = test.taken(at, values), test.places[at]
+                for rows, products in self._products(train, right):
                     scores.index_put_((rows[:, None], columns), products.cpu(), accumulate=True)
         return scores
 
     def diagonal(self, samples: int, terms: Terms) -> Tensor:
         """The sum of the terms for each sample with itself, (samples,), where both sides have the same rows."""
         scores = torch.zeros(samples, dtype=torch.float64)
-        for term in terms() if callable(terms) else terms:
-            for at, values in self.blocks(term.train.store):
-                left = values if term.of_train is None else term.of_train(values)
-                products = (left * self._of_test(term, at, values)).sum(1).cpu().double()
-                if term.factors is not None:
-                    products *= term.factors[at] if isinstance(term.factors, Tensor) else term.factors
-                scores.index_add_(0, term.train.places[at], products)
+        for train, test in terms():
+            for at, values in self.blocks(train.store):
+                products = (train.taken(at, values) * test.taken(at, values)).sum(1)
+                scores.index_add_(0, train.places[at], products.cpu().double())
         return scores
 
     def best(self, shape: tuple[int, int], terms: Terms, widths: Sequence[int]) -> dict[str, Any]:
@@ -491,16 +491,13 @@ class Products:
         parts: list[list[Tensor]] = []
         for start in range(0, tests, size):
             stop = min(start + size, tests)
-            ordered = map(_in_order, terms() if callable(terms) else terms)
-            sides = [(term, self._held(term, start, stop)) for term in ordered]
-            largest = _Largest(k)
-            smallest = _Largest(k)
+            sides = [(train.in_order(), self._held(test.in_order(), start, stop)) for train, test in terms()]
+            largest, smallest = _Largest(k), _Largest(k)
             for first in range(0, samples, step):
                 last = min(first + step, samples)
                 block = torch.zeros(last - first, stop - start, dtype=self.dtype, device=self.device)
-                for term, right in sides:
-                    train, factors = _chosen(term.train, _between(term.train, first, last), term.factors)
-                    for rows, products in self._products(term._replace(train=train, factors=factors), right):
+                for train, right in sides:
+                    for rows, products in self._products(train.between(first, last), right):
                         block.index_add_(0, rows.to(self.device) - first, products)
                 sums[first:last] += block.sum(1).cpu().double()
                 largest.add(block, first)
@@ -515,45 +512,27 @@ class Products:
             "means": sums / tests,
         }
 
-    def _held(self, term: Term, start: int, stop: int) -> Tensor:
-        """The transformed rows of the test samples from start to stop, in this order."""
-        test, factors = _chosen(term.test, _between(term.test, start, stop), term.test_factors)
-        part = term._replace(test=test, test_factors=factors)
-        rows = torch.cat([self._of_test(part, at, values) for at, values in self.blocks(test.store)])
+    def _held(self, test: Rows, start: int, stop: int) -> Tensor:
+        """What is taken of the test samples from start to stop, in this order."""
+        test = test.between(start, stop)
+        rows = torch.cat([test.taken(at, values) for at, values in self.blocks(test.store)])
         if self.groups is None:
             return rows
         places = (test.places - start).to(rows.device)
         return rows.new_zeros(stop - start, rows.shape[1]).index_add_(0, places, rows)
 
 
-def _by_group(terms: Terms, places: Tensor) -> Callable[[], Iterator[Term]]:
+def _by_group(terms: Terms, places: Tensor) -> Terms:
     """Terms that add up to the means over groups of test samples, by the place of each sample's group."""
     shares = 1 / torch.bincount(places)[places].double()
 
-    def made() -> Iterator[Term]:
-        for term in terms() if callable(terms) else terms:
-            own = shares[term.test.places]
-            factors = own if term.test_factors is None else own * term.test_factors
-            yield term._replace(test=term.test._replace(places=places[term.test.places]), test_factors=factors)
+    def made() -> Iterator[Pair]:
+        for train, test in terms():
+            own = shares[test.places]
+            factors = own if test.factors is None else own * test.factors
+            yield train, test._replace(places=places[test.places], factors=factors)
 
     return made
-
-
-def _in_order(term: Term) -> Term:
-    """The term with the rows of both sides in the order of their samples."""
-    train, factors = _chosen(term.train, term.train.places.argsort(stable=True), term.factors)
-    test, test_factors = _chosen(term.test, term.test.places.argsort(stable=True), term.test_factors)
-    return term._replace(train=train, factors=factors, test=test, test_factors=test_factors)
-
-
-def _chosen(rows: Rows, own: Tensor, factors: F) -> tuple[Rows, F]:
-    """Some of the rows, and their factors."""
-    return Rows(rows.store.select(own), rows.places[own]), factors[own] if isinstance(factors, Tensor) else factors
-
-
-def _between(rows: Rows, start: int, stop: int) -> Tensor:
-    """The rows of some samples, where rows are in the order of these."""
-    return torch.arange(*torch.searchsorted(rows.places, torch.tensor([start, stop])).tolist())
 
 
 def _without_nan(values: Tensor) -> Tensor:
@@ -607,17 +586,17 @@ class _Largest:
 
 COSINE = "cosine under the form "
 
+Between = Callable[[Rows, Rows], Iterable[Pair]]
+"""What a score of two sides adds up to."""
 
-def normalized(
-    between: Callable[[Rows, Rows], Iterable[Term]], train: Rows, test: Rows, products: Products
-) -> Callable[[], Iterator[Term]]:
+
+def normalized(between: Between, pair: Pair, products: Products) -> Terms:
     """Terms that add up to ``s(z, z') / sqrt(s(z, z) s(z', z'))``, of those of s between two sides."""
-    roots = []
-    for rows in (train, test):
+    sides = []
+    for rows in pair:
         own = rows._replace(places=torch.arange(len(rows.places)))  # rows alone
-        roots.append(products.diagonal(len(own.places), partial(between, own, own)).rsqrt())
-    ones, others = roots
-    return lambda: (term._replace(factors=ones, test_factors=others) for term in between(train, test))
+        sides.append(rows._replace(factors=products.diagonal(len(own.places), partial(between, own, own)).rsqrt()))
+    return partial(between, *sides)
 
 
 def unit_rows(values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,11 +16,11 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.ekfac import EKFAC_DAMPING, check_eigenbasis, ekfac_terms
 from lightning_persample.influence.logra import LOGRA_DAMPING, logra_terms
 from lightning_persample.influence.products import (
+    Between,
     Products,
     Rows,
     ScoreOptions,
     StoreOrPath,
-    Term,
     align,
     align_steps,
     checked_damping,
@@ -60,7 +60,7 @@ def grad_dot(train: StoreOrPath, test: StoreOrPath, **options: Unpack[ScoreOptio
     train, test = given_gradients(train, test, "grad_dot")
     aligned = align(train, test, why_one=_ONE.format(name="grad_dot"))
     text = "g . g': positive where a small step of SGD on the training sample lowers the test sample's loss"
-    return aligned.scored("grad_dot", text, aligned.terms(), options)
+    return aligned.scored("grad_dot", text, aligned.terms(), Products(options))
 
 
 def grad_cos(train: StoreOrPath, test: StoreOrPath, **options: Unpack[ScoreOptions]) -> PairScores:
@@ -83,7 +83,7 @@ def grad_cos(train: StoreOrPath, test: StoreOrPath, **options: Unpack[ScoreOptio
     train, test = given_gradients(train, test, "grad_cos")
     aligned = align(train, test, why_one=_ONE.format(name="grad_cos"))
     text = "cosine of g and g': positive where a small step of SGD on the training sample lowers the test sample's loss"
-    return aligned.scored("grad_cos", text, aligned.terms(of_train=unit_rows, of_test=unit_rows), options)
+    return aligned.scored("grad_cos", text, aligned.terms(transform=unit_rows), Products(options))
 
 
 def tracin_cp(
@@ -120,7 +120,7 @@ def tracin_cp(
         "sum over checkpoints of learning_rate * g . g': positive where small steps of SGD on the training sample at "
         "the checkpoints lower the test sample's loss"
     )
-    return aligned.scored("tracin_cp", text, aligned.terms(rates), options)
+    return aligned.scored("tracin_cp", text, aligned.terms(rates), Products(options))
 
 
 def tracin(
@@ -177,7 +177,7 @@ def tracin(
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
         "SGD lowered the test sample's loss, to first order"
     )
-    return aligned.scored("tracin", text, aligned.terms(factors), options)
+    return aligned.scored("tracin", text, aligned.terms(factors), Products(options))
 
 
 def _rate(rows: Rows, step: int) -> float:
@@ -305,13 +305,13 @@ def _of_store(
             )
             raise UnsupportedError(f"{missing} of {len(store)} rows of the store have no {name!r}: {remedy}")
     index, places = (torch.from_numpy(each) for each in numpy.unique(store.rows["sample_index"], return_inverse=True))
-    rows_of_all = Rows(store, places)
+    own = Rows(store, places)
     product = math.prod(values.values(), start=torch.ones(len(store), dtype=torch.float64))
-    scores = Products({}).diagonal(len(index), [Term(rows_of_all, rows_of_all, product)])
+    scores = Products({}).diagonal(len(index), lambda: [(own._replace(factors=product), own)])
     return SampleScores("self_influence", tuple(index.tolist()), scores, torch.bincount(places), convention, unknown)
 
 
-_PRECONDITIONED: dict[str, tuple[Callable[..., Callable[[Rows, Rows], Iterable[Term]]], float]] = {
+_PRECONDITIONED: dict[str, tuple[Callable[..., Between], float]] = {
     "ekfac": (ekfac_terms, EKFAC_DAMPING),
     "logra": (logra_terms, LOGRA_DAMPING),
 }

@@ -11,10 +11,10 @@ from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
+    Pair,
     Products,
     ScoreOptions,
     StoreOrPath,
-    Term,
     align,
     checked_damping,
     cholesky_factor,
@@ -112,20 +112,22 @@ def trak(
         mistaken[train_rows.places] += _probabilities(train_rows.store, one_minus_p)
     products = Products(options)
 
-    def terms() -> Iterator[Term]:
+    def terms() -> Iterator[Pair]:
         for train_rows, test_rows in aligned.pairs:
             size = train_rows.store.num_columns
             (gram,), count = second_moments(train_rows.store, [slice(0, size)], products)
             unit = 1.0 if absolute else float(gram.diagonal().mean())
             factor = cholesky_factor(gram, damping, unit, f"Phi^T Phi of {count} samples and {size} columns")
             solved = partial(solved_by, factors=[(slice(0, size), products.held(factor))])
-            yield Term(train_rows, test_rows, mistaken[train_rows.places] / len(aligned.pairs) ** 2, of_test=solved)
+            factors = mistaken[train_rows.places] / len(aligned.pairs) ** 2
+            yield train_rows._replace(factors=factors), test_rows._replace(transform=solved)
 
     text = (
         "(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where a small step along "
         "(Phi^T Phi + damping)^-1 phi raises the test sample's margin, and so lowers its loss"
     )
-    return aligned.scored("trak", text, [*terms()] if len(aligned.pairs) == 1 else terms, options)
+    made = [*terms()] if len(aligned.pairs) == 1 else None
+    return aligned.scored("trak", text, terms if made is None else lambda: made, products)
 
 
 def _probabilities(store: GradientStore, name: str) -> Tensor:
