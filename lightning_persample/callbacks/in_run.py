@@ -161,12 +161,10 @@ class InRunInfluence(PerSampleGradientWriter):
             self._warn(f"val_dot and shapley are nan: the capture has no gradients of {named}, see its warning")
             return found
         vectors = {name: self._gradient[name] for name in record.names}
-        if record.factor is None:
-            reason = record.why_no_factor or "this engine does not know it"
-            self._warn(f"shapley is nan: it needs the weight of each sample in the step, and {reason}")
-            found["val_dot"] = _dot(record, vectors, unknown)
-            return found
         try:
+            if record.factor is None:
+                reason = record.why_no_factor or "this engine does not know it"
+                raise UnsupportedError(f"it needs the weight of each sample in the step, and {reason}")
             moves = _moves(trainer, pl_module, vectors)
         except UnsupportedError as error:
             self._warn(f"shapley is nan: {error}")

@@ -75,7 +75,9 @@ def dots(gradients: Sequence[SampleGradient], vectors: Sequence[Tensor]) -> list
     small: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for gradient, vector in zip(gradients, vectors, strict=True):
         if type(gradient) is Dense and vector.numel() <= _SMALL and vector.layout is torch.strided:
-            rows, parts = small.setdefault((gradient.grad.dtype, gradient.device, vector.dtype, vector.device), ([], []))
+            rows, parts = small.setdefault(
+                (gradient.grad.dtype, gradient.device, vector.dtype, vector.device), ([], [])
+            )
             rows.append(gradient.grad.unsqueeze(-1).flatten(1))
             parts.append(vector.flatten())
         else:

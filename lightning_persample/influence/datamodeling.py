@@ -56,8 +56,12 @@ def linear_datamodeling_score(
             f"{tuple(values.shape)}: allowed is one output for each of two or more subsets and each test sample, "
             f"({len(chosen)}, {values.shape[1]})"
         )
-    one, other = (_ranks(each.double()) for each in (chosen.double() @ values.double().cpu(), outputs.cpu()))
-    one, other = (each - each.mean(0) for each in (one, other))
+    return rank_correlation(chosen.double() @ values.double().cpu(), outputs.cpu().double())
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's rank correlation of each column, (s, m) and (s, m) to (m,); nan where all of one are equal."""
+    one, other = (ranks - ranks.mean(0) for ranks in map(_ranks, (x, y)))
     return (one * other).sum(0) / (one.square().sum(0) * other.square().sum(0)).sqrt()
 
 

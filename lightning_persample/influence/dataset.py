@@ -346,8 +346,9 @@ class Dataset(ABC, Generic[M]):
             start = f"the {self.title} in {os.fspath(self.dirpath)!r} lacks {missing}"
             raise PerSampleError(f"{start}: {self._remedy(manifest)}")
 
-    def refuse_more(self, manifest: M, there: int) -> None:
-        """Refuse to read more rows than complete it."""
+    def check_complete(self, manifest: M, there: int) -> None:
+        """Refuse to read fewer rows than complete it, or more."""
+        self.refuse(manifest, self.lacking(manifest, there))
         if manifest.rows is not None and 0 <= manifest.rows < there:
             raise PerSampleError(
                 f"the {self.title} in {os.fspath(self.dirpath)!r} has {there} rows, but {manifest.rows} complete it: "

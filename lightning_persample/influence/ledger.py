@@ -105,8 +105,7 @@ class Ledger(Dataset[Manifest]):
             count += len(table)
             yield table
         if not partial:
-            self.refuse(manifest, self.lacking(manifest, count))
-            self.refuse_more(manifest, count)
+            self.check_complete(manifest, count)
 
     def _remedy(self, manifest: Manifest) -> str:
         reads = "read what there is with read_ledger(..., partial=True)"

@@ -18,12 +18,14 @@ from string import Template
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_persample.errors import PerSampleError
 from lightning_persample.influence import charts
 from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, columns_of, how_often
 from lightning_persample.influence.charts import Array
+from lightning_persample.influence.datamodeling import rank_correlation
 from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, write_atomically
 from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, read_ledger
 from lightning_persample.influence.optional_packages import arrow, matplotlib
@@ -386,18 +388,9 @@ def _scores(samples: Samples) -> dict[str, Any] | None:
         return None
     shown = np.sort(np.random.default_rng(0).permutation(known)[:_MOST_POINTS])
     points = [[samples.index[place] for place in shown], loss[shown], samples.mean[shown]]
-    correlation = rank_correlation(loss[known], samples.mean[known])
+    columns = (torch.from_numpy(each[known])[:, None] for each in (loss, samples.mean))
+    correlation = float(rank_correlation(*columns))
     return {"samples": len(known), "rank_correlation": correlation, "points": points}
-
-
-def rank_correlation(x: Array, y: Array) -> float:
-    """Spearman's rank correlation of (n,) and (n,), ties with their mean rank; nan where all of one are equal."""
-    ranks = []
-    for values in (x, y):
-        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place] - (len(values) + 1) / 2)
-    divisor = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
-    return float((ranks[0] * ranks[1]).sum()) / divisor if divisor else math.nan
 
 
 def _table(samples: Samples, k: int) -> list[int]:

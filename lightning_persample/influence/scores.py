@@ -324,12 +324,9 @@ class TopScores(PairScores):
     def _ranked(self, k: int, test: int | None, *, largest: bool) -> list[tuple[int | str, float]]:
         if test is None:
             return ranked(self.train_index, self.means, k, largest=largest)
-        column = self._column(test)
-        k = as_int(k)
-        check_option("k", k, is_int(k, 1), "an int >= 1")
-        values, places = (self.scores, self.places) if largest else (self.least, self.least_places)
-        pairs = zip(values[:k, column].tolist(), places[:k, column].tolist(), strict=True)
-        return [(self.train_index[place], value) for value, place in pairs if place >= 0]
+        kept = (self.scores, self.places) if largest else (self.least, self.least_places)
+        scores, places = (each[:, self._column(test)] for each in kept)
+        return ranked([self.train_index[place] for place in places.tolist()], scores, k, largest=largest)
 
     def by_group(self, groups: Mapping[int, int | str] | Sequence[int | str] | Tensor) -> PairScores:
         """Refused: the means of groups need the scores of all pairs."""

@@ -78,8 +78,7 @@ class GradientStore:
         self._position = np.concatenate([*map(np.arange, lengths)])[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
         if not partial:
-            shards.refuse(self.manifest, shards.lacking(self.manifest, len(self.rows)))
-            shards.refuse_more(self.manifest, len(self.rows))
+            shards.check_complete(self.manifest, len(self.rows))
 
     def __len__(self) -> int:
         return len(self.rows)
