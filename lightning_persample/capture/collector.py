@@ -40,8 +40,8 @@ from lightning_persample.capture.graph import (
     leaf_of,
     on_gradient,
 )
-from lightning_persample.capture.pull_back import made_for_one_call, settle_one
-from lightning_persample.capture.weight import Computation, Made, Weight
+from lightning_persample.capture.pull_back import Made, made_for_one_call, settle_one
+from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.gradients import Dense, SampleGradient, sq_norms, sq_norms_and_sum
 from lightning_persample.gradients.cost import DEFAULT_OPTIONS, MEMORY_BUDGET
 from lightning_persample.gradients.host import ASYNCHRONOUS

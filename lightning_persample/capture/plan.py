@@ -54,7 +54,8 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.weight import Computation, Contributions, Made, Recipe, Weight
+from lightning_persample.capture.pull_back import Made
+from lightning_persample.capture.weight import Computation, Contributions, Recipe, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.annotations import data_of
 from lightning_persample.capture.contributions import Use, computation
 from lightning_persample.capture.failure import OverwrittenError, attempt, guard
-from lightning_persample.capture.weight import Contributions, Derivation, Made, Weight, made_of
+from lightning_persample.capture.weight import Contributions, Derivation, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import (
     Block,
@@ -36,7 +36,7 @@ from lightning_persample.gradients import (
     in_order,
 )
 from lightning_persample.gradients.cost import current_options, halved
-from lightning_persample.gradients.program import Program, at_least, not_now, record_kernels, run_again
+from lightning_persample.gradients.program import Program, at_least, not_now, record, run_again
 from lightning_persample.rules import (
     BATCHES,
     Call,
@@ -301,10 +301,64 @@ def pull_back(weight: Weight) -> None:
         parent.add(gradient)
 
 
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Weights that one call uses, with what they are made of, where nothing else uses any of it.
+
+    Attributes:
+        weights: each behind all that is made of it.
+        kind: what tells how they are made from other ways.
+    """
+
+    weights: Sequence[Weight]
+    kind: Hashable
+
+    @property
+    def parameters(self) -> list[Weight]:
+        """Those that are made of nothing."""
+        return [weight for weight in self.weights if weight.derivation is None]
+
+    def tensors(self) -> list[Tensor] | None:
+        """All that the others were computed from, and they themselves; None where one was written to since."""
+        found: list[Tensor] = []
+        for weight in self.weights:
+            if weight.derivation is not None:
+                tensors = weight.derivation.tensors()
+                if tensors is None:
+                    return None
+                found += tensors
+        return found
+
+    def pulled(self, contributions: Contributions) -> list[SampleGradient]:
+        """What each of the parameters gets of what the call contributes."""
+        terms: dict[Weight, list[SampleGradient]] = {}
+        for weight, gradient in contributions:
+            terms.setdefault(weight, []).append(gradient)
+        for weight in self.weights:
+            if weight.derivation is not None and weight in terms:
+                for parent, gradient in _pulled(weight.derivation, terms[weight]):
+                    terms.setdefault(parent, []).append(gradient)
+        return [add_up(terms[weight]) for weight in self.parameters]
+
+
 def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
     """What the weights of a call are made of, where nothing else uses it and the derived ones tell how they are."""
-    found = made_of(weights)
-    if found is None or len(found) == len(weights):
+    found, met = [*weights], dict[Weight, int]()
+    if any(weight.uses != 1 or weight.children or weight.sq_norm is not None for weight in found):
+        return None
+    for weight in found:  # (which grows)
+        derivation = weight.derivation
+        if derivation is None:
+            continue
+        if weight.hooked or weight.hidden or derivation.recipe.inplace or derivation.random_state is not None:
+            return None
+        for parent in derivation.parents.values():
+            met[parent] = number = met.get(parent, 0) + 1
+            if parent.uses or parent.sq_norm is not None:
+                return None
+            if number == parent.children:
+                found.append(parent)
+    if not met or any(number != parent.children for parent, number in met.items()):
         return None
     places, kinds = {weight: place for place, weight in enumerate(found)}, list[Hashable]()
     for weight in found:
@@ -316,24 +370,7 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
         if kind is None:
             return None
         kinds.append((kind, *[places[parent] for parent in derivation.parents.values()]))
-    return Made(found, tuple(kinds), _pulled_through)
-
-
-def _pulled_through(made: Sequence[Weight], contributions: Contributions) -> Contributions:
-    terms: dict[Weight, list[SampleGradient]] = {}
-    for weight, gradient in contributions:
-        terms.setdefault(weight, []).append(gradient)
-    found: Contributions = []
-    for weight in made:
-        own = terms.pop(weight, None)
-        if own is None:
-            continue
-        if weight.derivation is None:
-            found.append((weight, add_up(own)))
-            continue
-        for parent, gradient in _pulled(weight.derivation, own):
-            terms.setdefault(parent, []).append(gradient)
-    return found
+    return Made(found, tuple(kinds))
 
 
 def _pulled(derivation: Derivation, terms: Sequence[SampleGradient]) -> Contributions:
@@ -410,7 +447,7 @@ def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool])
         not_now()
     if may_note:
         leaves = [derivation.leaves[place] for place in derivation.recipe.places]
-        (value, *pulled), program = record_kernels(compute, [derivation.value, *leaves, cotangents])
+        (value, *pulled), program = record(compute, [derivation.value, *leaves, cotangents], by_kernels=True)
         _check_repeats(derivation, value)
         if len(_PROGRAMS) >= _MOST:
             _PROGRAMS.clear()

@@ -6,7 +6,7 @@ LoRA, a broadcast position embedding. What it gets is moved to w by `pull_back`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -216,62 +216,6 @@ class Weight:
         self.contributions = self.calls = ()
         self.received = 0
         self.sq_norm = self.arrived = None
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """Weights that one call uses, with what they are made of, where nothing else uses any of it.
-
-    Attributes:
-        weights: each behind all that is made of it.
-        kind: what tells how they are made from other ways.
-        pull: takes what the call contributes to what the parameters get.
-    """
-
-    weights: Sequence[Weight]
-    kind: Hashable
-    pull: Callable[[Sequence[Weight], Contributions], Contributions]
-
-    @property
-    def parameters(self) -> list[Weight]:
-        """Those that are made of nothing."""
-        return [weight for weight in self.weights if weight.derivation is None]
-
-    def tensors(self) -> list[Tensor] | None:
-        """All that the others were computed from, and they themselves; None where one was written to since."""
-        found: list[Tensor] = []
-        for weight in self.weights:
-            if weight.derivation is not None:
-                tensors = weight.derivation.tensors()
-                if tensors is None:
-                    return None
-                found += tensors
-        return found
-
-    def pulled(self, contributions: Contributions) -> list[SampleGradient]:
-        """What each of the parameters gets."""
-        found = dict(self.pull(self.weights, contributions))
-        return [found[weight] for weight in self.parameters]
-
-
-def made_of(weights: Iterable[Weight]) -> list[Weight] | None:
-    """Weights of one call and what they are made of, each behind what is made of it; None: others use it, too."""
-    found, met = [*weights], dict[Weight, int]()
-    if any(weight.uses != 1 or weight.children or weight.sq_norm is not None for weight in found):
-        return None
-    for weight in found:
-        derivation = weight.derivation
-        if derivation is None:
-            continue
-        if weight.hooked or weight.hidden or derivation.recipe.inplace or derivation.random_state is not None:
-            return None
-        for parent in derivation.parents.values():
-            met[parent] = number = met.get(parent, 0) + 1
-            if parent.uses or parent.sq_norm is not None:
-                return None
-            if number == parent.children:
-                found.append(parent)
-    return found if all(number == parent.children for parent, number in met.items()) else None
 
 
 def base_of(view: Tensor) -> Tensor | None:

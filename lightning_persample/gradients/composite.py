@@ -113,26 +113,10 @@ class Block(SampleGradient):
         return torch.unflatten(tensor, self.dim + 1, sizes).movedim(self.dim + 2, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Sum(SampleGradient):
-    """The sum of structures of one parameter, g[b] = sum_n terms[n][b]; squared norms alone do not add.
-
-    |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
-    gradient is no larger than what they hold.
-
-    Attributes:
-        terms: structures of the same samples and the same parameter, at least one.
-
-    Raises:
-        ValueError: when there is no term, or terms differ in batch size or shape.
-    """
+class _Composed(SampleGradient):
+    """What is the sum of other structures, `terms`, of all its samples or of some."""
 
     terms: Sequence[SampleGradient]
-
-    def __post_init__(self) -> None:
-        if error := _disagreement(self.terms):
-            raise ValueError(f"Sum: {error}")
-        object.__setattr__(self, "terms", tuple(self.terms))
 
     @property
     def shape(self) -> torch.Size:
@@ -152,6 +136,31 @@ class Sum(SampleGradient):
     def tensors(self) -> list[Tensor]:
         """The tensors of all terms."""
         return [tensor for term in self.terms for tensor in term.tensors()]
+
+    def _moments(self) -> Moments:
+        return total_moments(term._moments() for term in self.terms)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(_Composed):
+    """The sum of structures of one parameter, g[b] = sum_n terms[n][b]; squared norms alone do not add.
+
+    |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
+    gradient is no larger than what they hold.
+
+    Attributes:
+        terms: structures of the same samples and the same parameter, at least one.
+
+    Raises:
+        ValueError: when there is no term, or terms differ in batch size or shape.
+    """
+
+    terms: Sequence[SampleGradient]
+
+    def __post_init__(self) -> None:
+        if error := _disagreement(self.terms):
+            raise ValueError(f"Sum: {error}")
+        object.__setattr__(self, "terms", tuple(self.terms))
 
     def samples(self, start: int, stop: int) -> Sum:
         """The same sum for samples start to stop - 1 alone."""
@@ -198,9 +207,6 @@ class Sum(SampleGradient):
         for term in self.terms[1:]:
             result += term._project(factors)
         return result
-
-    def _moments(self) -> Moments:
-        return total_moments(term._moments() for term in self.terms)
 
     def times_one(self) -> Tensor | None:
         """The sum of the terms', None where one has none."""
@@ -317,7 +323,7 @@ def at_samples(groups: Sequence[Sequence[int]], values: Tensor, total: int) -> T
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged(SampleGradient):
+class Ragged(_Composed):
     """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest.
 
     Example:
@@ -345,23 +351,9 @@ class Ragged(SampleGradient):
         object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the parameter."""
-        return self.terms[0].shape
-
-    @property
     def batch_size(self) -> int:
         """Number of samples, B."""
         return self.total
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors live."""
-        return self.terms[0].device
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors of all groups."""
-        return [tensor for term in self.terms for tensor in term.tensors()]
 
     def samples(self, start: int, stop: int) -> Ragged:
         """The same for samples start to stop - 1 alone."""
@@ -433,9 +425,6 @@ class Ragged(SampleGradient):
 
     def _square_sum(self) -> Tensor:
         return torch.stack([term._square_sum() for term in self.terms]).sum(0)
-
-    def _moments(self) -> Moments:
-        return total_moments(term._moments() for term in self.terms)
 
     def times_one(self) -> Tensor | None:
         """What each group has, None where one has none."""

@@ -141,26 +141,20 @@ def kept(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def record(
-    compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]
+    compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], *, by_kernels: bool = False
 ) -> tuple[Sequence[Tensor], Program | Literal["none", "not now"]]:
     """What a function computes, and the program that does so from tensors laid out like `given`, if there is one."""
     recorder = _Recorder(given)
+    if by_kernels:  # which run below autograd and the transforms of torch.func
+        with _Kernels(recorder):
+            results = compute()
+        return results, recorder.program(results)
     before = _recorder.set(recorder)
     try:
         with with_torch_function(), _Calls(recorder):
             results = compute()
     finally:
         _recorder.reset(before)
-    return results, recorder.program(results)
-
-
-def record_kernels(
-    compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Program | Literal["none", "not now"]]:
-    """As `record`, of the kernels that run below autograd and the transforms of torch.func."""
-    recorder = _Recorder(given)
-    with _Kernels(recorder):
-        results = compute()
     return results, recorder.program(results)
 
 
