@@ -54,7 +54,7 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.pull_back import Made
+from lightning_persample.capture.pull_back import COMPARED, Made
 from lightning_persample.capture.weight import Computation, Contributions, Recipe, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
@@ -74,7 +74,6 @@ from lightning_persample.torch_internals import (
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _MOST_PROGRAMS = 32  # ways in which the tensors of calls of one plan lie in memory
-_COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
 _NESTED = (tuple, list, torch.Size)
 _STRIDED = torch.strided
@@ -197,7 +196,7 @@ def read_call(
             if not dtype.is_floating_point:  # can it stand for neither an axis nor a size?
                 may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
                 is_key = is_key and not may_be_index and value.numel() > 1
-        elif kind in _COMPARED:
+        elif kind in COMPARED:
             key.append(value or repr(value))  # (-0.0 is another number than 0.0)
         elif isinstance(value, (tuple, list)):
             key.append(len(value))
@@ -205,7 +204,7 @@ def read_call(
             is_key = is_key and kind in _NESTED
         elif kind is slice:
             bounds = value.start, value.stop, value.step
-            is_key = is_key and _COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, and no operand)
+            is_key = is_key and COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, and no operand)
             key += (*map(type, bounds), *bounds) if is_key else ()
         else:
             is_key = False

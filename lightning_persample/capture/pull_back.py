@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -235,19 +236,8 @@ _SHAPED = frozenset({
 })  # fmt: skip
 _OF_ROWS, _EPS = frozenset({"batch_norm", "_weight_norm"}), 1e-5
 _DRAWS = having("draws")
-_COMPARED = (
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    type(Ellipsis),
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
+_OF_LAYOUT = (torch.Size, torch.layout, torch.memory_format)
 _PROGRAMS: dict[Hashable, Program | Literal["none", "not now"]] = {}  # by the op and the layout of its gradient
 _MOST = 4096
 
@@ -398,19 +388,19 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> Contribu
     as_it_is = _keep_structure(derivation, gradient) if block is None else None
     if as_it_is is not None:
         return as_it_is
-    pulled, one = None if block else _by_programs(derivation, gradient), None
-    if pulled is None:
-        devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-        with generators_kept(devices, derivation.recipe.function) as drawn:
+    one = None
+    if block is not None:
+        with _generators_kept(derivation):
             derivation = _as_read(derivation)
-            one = _of_one_row(derivation, block) if block is not None else None
-            rows = row_by_row(derivation, block) if block is not None and one is None else None
-            derivation = one or derivation
+            one = _of_one_row(derivation, block)
+            rows = row_by_row(derivation, block) if one is None else None
             if rows is not None:
                 _check_repeats(derivation, derivation.compute(*derivation.inputs))
                 return rows
-            cotangents = gradient if block is None or one is None else Dense(block.grad)
-            pulled = _joined([_pull(derivation, part, drawn) for part in _parts(derivation, cotangents)])
+    derivation, cotangents = one or derivation, gradient if block is None or one is None else Dense(block.grad)
+    pulled, *more = [_pull(derivation, part) for part in _parts(derivation, cotangents)]
+    if more:
+        pulled = [torch.cat(column) for column in zip(pulled, *more, strict=True)]
     return [
         (parent, replace(block, grad=grads) if block is not None and one else Dense(grads))
         for parent, grads in zip(parents, pulled, strict=True)
@@ -426,35 +416,44 @@ def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]
         yield part.grad if type(part) is Dense else part.dense()
 
 
-def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+def _generators_kept(derivation: Derivation) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
+    return generators_kept(devices, derivation.recipe.function)
 
 
-def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool]) -> Sequence[Tensor]:
+def _pull(derivation: Derivation, cotangents: Tensor) -> Sequence[Tensor]:
     """The gradients of the parents, (b, *shape) each; from the third time on they are those of a program."""
-    inputs, kind = derivation.inputs, _kind(derivation)
+    kind, tensors = _kind(derivation), derivation.tensors()
+    layout = kind, cotangents.shape, cotangents.stride(), cotangents.dtype
+    program = _PROGRAMS.get(layout)
+    if isinstance(program, Program) and tensors is not None:  # none of which was written to since
+        value, *pulled = run_again(program, [*tensors, cotangents])
+        _check_repeats(derivation, value)
+        return pulled
+    derivation = _as_read(derivation)
 
     def compute() -> list[Tensor]:
-        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
+        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], derivation.inputs)
         if not may_note:
             _check_repeats(derivation, value)
             drawn()
         return [value, *pull_each(pull, cotangents.to(value.dtype), kind)]  # (autocast is off by now)
 
-    layout = kind, cotangents.shape, cotangents.stride(), cotangents.dtype
     may_note = bool(BATCHES.get(kind)) and layout not in _PROGRAMS and _may_be_noted(derivation)
     if may_note or (kind is not None and kind not in BATCHES):  # the next time it may be a program
         not_now()
-    if may_note:
-        leaves = [derivation.leaves[place] for place in derivation.recipe.places]
-        (value, *pulled), program = record(compute, [derivation.value, *leaves, cotangents], by_kernels=True)
-        _check_repeats(derivation, value)
-        if len(_PROGRAMS) >= _MOST:
-            _PROGRAMS.clear()
-        _PROGRAMS[layout] = program
-    else:
-        _, *pulled = compute()
-    if drawn():
+    with _generators_kept(derivation) as drawn:
+        if may_note:
+            leaves = [derivation.leaves[place] for place in derivation.recipe.places]
+            (value, *pulled), program = record(compute, [derivation.value, *leaves, cotangents], by_kernels=True)
+            _check_repeats(derivation, value)
+            if len(_PROGRAMS) >= _MOST:
+                _PROGRAMS.clear()
+            _PROGRAMS[layout] = program
+        else:
+            _, *pulled = compute()
+        has_drawn = drawn()
+    if has_drawn:
         raise UnsupportedError(
             f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
             "from the weights"
@@ -473,22 +472,6 @@ def _may_be_noted(derivation: Derivation) -> bool:
     )
 
 
-def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[Tensor] | None:
-    """What `_pull` gives, where all of it was noted and no tensor was written to since."""
-    kind, found = _kind(derivation), []
-    tensors = derivation.tensors() if BATCHES.get(kind) else None
-    if tensors is None:
-        return None
-    for cotangents in _parts(derivation, gradient):
-        program = _PROGRAMS.get((kind, cotangents.shape, cotangents.stride(), cotangents.dtype))
-        if not isinstance(program, Program):
-            return None
-        value, *pulled = run_again(program, [*tensors, cotangents])
-        _check_repeats(derivation, value)
-        found.append(pulled)
-    return _joined(found)
-
-
 def _kind(derivation: Derivation) -> Hashable | None:
     """The op of a derived weight with its arguments, tensors by layout and dtype; None where one cannot be compared."""
     kind: list[Any] = [derivation.recipe.function, derivation.recipe.spec, *derivation.parents, derivation.output]
@@ -502,7 +485,7 @@ def _kind(derivation: Derivation) -> Hashable | None:
             kind += leaf.start, leaf.stop, leaf.step
             if not {type(leaf.start), type(leaf.stop), type(leaf.step)} <= {int, type(None)}:
                 return None
-        elif isinstance(leaf, _COMPARED):
+        elif type(leaf) in COMPARED or isinstance(leaf, _OF_LAYOUT):
             kind.append(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)  # (-0.0 is another number than 0.0)
         else:
             return None
@@ -565,16 +548,11 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
         known = Deflated(Dense(gradient.grad.reshape(gradient.batch_size, count, -1)), gradient.shape)
     if known is None or known.removed is not None or known.source.shape[0] != count:
         return None
-    source, rows, length, lies = known.source, weight.reshape(count, -1), 1.0, 1.0
+    source, rows, length, eps = known.source, weight.reshape(count, -1), 1.0, 0.0
     if centred:
-        rows, length = rows - rows.mean(1, keepdim=True), rows.shape[1] ** 0.5
+        rows, length, eps = rows - rows.mean(1, keepdim=True), rows.shape[1] ** 0.5, named.get("eps", _EPS)
     norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    if centred:
-        variance = (norm / length).square_()
-        added = variance + named.get("eps", _EPS)
-        factor, lies = added.rsqrt(), variance.div_(added)  # (how much of the direction's square norm is left)
-    else:
-        factor = norm.reciprocal()
+    factor = ((norm / length).square_() + eps).rsqrt_() if centred else norm.reciprocal()
     by = factor if scale is None else factor * scale.reshape(-1, 1)
     recorded = _recorded(derivation).view(count, -1)
     centre = recorded if shift is None else recorded - shift.unsqueeze(1)
@@ -583,7 +561,7 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
         _check_repeats(derivation, derivation.compute(*derivation.inputs))
     direction = rows.mul_(factor / length) if centred else rows * factor
     dots, squares = source._row_dots(direction), by.square()
-    removed = dots.square() @ (squares * (2 - lies))
+    removed = dots.square() @ (squares * (1 + eps * factor.square()))  # (2 less the direction's own square norm)
     if centred:
         sums = source._row_sums()
         removed += sums.square() @ (squares / rows.shape[1])
