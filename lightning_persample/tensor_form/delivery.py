@@ -168,11 +168,15 @@ class Delivery:
             self._add_up(target)
 
     def expect(self, dispatcher: DeliveringDispatcher, weight: Weight) -> None:
-        """Prepare for a contribution to a weight."""
+        """Prepare for a contribution to a weight, which may be moved at once to what the weight is made of."""
         self._dispatchers.setdefault(dispatcher)
-        if weight not in self._touched:
-            weight.forget()  # a backward that failed midway may have left something
-            self._touched.add(weight)
+        reached = [weight]
+        while reached:
+            weight = reached.pop()
+            if weight not in self._touched:
+                weight.forget()  # a backward that failed midway may have left something
+                self._touched.add(weight)
+                reached += weight.derivation.parents.values() if weight.derivation is not None else ()
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that the gradient of these weights cannot be split by sample."""

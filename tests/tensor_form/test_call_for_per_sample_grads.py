@@ -293,6 +293,22 @@ def test_two_calls_in_one_backward_and_two_backwards_add_up() -> None:
     assert_same(grad_samples(module), {name: 2 * grads for name, grads in expected.items()})
 
 
+@pytest.mark.parametrize("made", [torch.exp, lambda w: w.exp().sin() * w, torch.conj], ids=["exp", "chain", "conj"])
+def test_a_weight_adds_up_its_uses_and_those_of_what_is_made_of_it(made: Callable[[Tensor], Tensor]) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.cdouble if made is torch.conj else None))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).abs() + (x * made(self.weight)).abs()
+
+    module, x = Both(), torch.randn(B, 3)
+    expected = rows(module, [module(x[i : i + 1]).square().sum() for i in range(B)])
+    call_for_per_sample_grads(module)(x).square().sum().backward()
+    assert_same(grad_samples(module), expected)
+
+
 class FailsOnce(nn.Module):
     def __init__(self) -> None:
         super().__init__()
