@@ -137,7 +137,8 @@ version_counter: Callable[[Tensor], int] = attrgetter("_version")  # how often i
 version_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter  # at its end, this number is as at its start
 view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that one is a view of, or None
 is_view = Tensor._is_view
-backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes: hooks on a tensor by number, or None
+backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(TENSOR_HOOKS[0])
 multiply_each, divide_each = torch._foreach_mul, torch._foreach_div
 
 # Names of ops: the namespaces of what processes do together

@@ -61,7 +61,8 @@ def _outputs_of(training_step: Callable[[Any], Any], batch: Any) -> Any:
 def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
     """Run training steps as the Trainer runs them, and leave no trace of them."""
     # ``log``, ``log_dict`` and ``print`` of the module do nothing, the Trainer's loggers are replaced by dummies,
-    # compiled code runs as written, and at the end the module and the random number generators are put back.
+    # compiled code runs as written, and at the end the module, learning rates and their schedulers, and the random
+    # number generators are put back.
     if is_sharded(pl_module):
         raise UnsupportedError(
             f"{type(pl_module).__name__} is sharded (fully_shard), so that every process has to take part in each of "
@@ -69,11 +70,13 @@ def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[Module
             "verify=False"
         )
     loggers, caches = trainer.loggers, torch.is_autocast_cache_enabled()
+    groups = [optimizer.param_groups for optimizer in trainer.optimizers]
+    schedulers = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
         with (
             muted(pl_module),
-            untouched(pl_module) as state,
+            untouched(pl_module, groups, schedulers) as state,
             without_compilation(),
             trainer.precision_plugin.train_step_context(),
             torch.enable_grad(),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MemberDescriptorType
 from typing import Any, TypeGuard
 
 import torch
@@ -18,11 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
-from lightning_persample.torch_internals import DropoutBase, version_kept
+from lightning_persample.torch_internals import TENSOR_HOOKS, DropoutBase, is_view, version_kept
 
 _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
 _LARGEST_KEPT = 1 << 24  # bytes of an array of numpy: what is larger is data
-_CONTAINERS: dict[Any, Callable[..., None]] = {  # that are searched, and what fills them
+_CONTAINERS: dict[Any, Callable[..., None]] = {  # that are searched, and what fills them; the first that fits counts
+    OrderedDict: OrderedDict.update,  # (its order is in memory of its own)
     dict: dict.update,
     list: list.extend,
     set: set.update,
@@ -40,9 +42,9 @@ def _package_of(kind: type) -> str:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[ModuleState]:
-    """Undo at the end of this context what was done to the module and to the random number generators."""
-    state = ModuleState(module)
+def untouched(module: nn.Module, *containers: Any) -> Iterator[ModuleState]:
+    """Undo at the end of this context what was done to the module, to these containers and to the generators."""
+    state = ModuleState(module, *containers)
     try:
         yield state
     finally:
@@ -54,11 +56,12 @@ class ModuleState:
 
     # It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
     # submodules (those of metrics included) with the lists, dicts, sets, tensors, arrays, random number generators and
-    # objects of the user's own classes in them, and the state of the random number generators of torch, Python and
-    # numpy. Classes are the user's if they are of the package of the module's class; other objects are not looked into.
+    # objects of the user's own classes in them, whether tensors require gradients, with their hooks and attributes, and
+    # the state of the random number generators of torch, Python and numpy. Classes are the user's if they are of the
+    # package of the module's class; other objects are not looked into.
     # A graph that was made before goes backward afterwards: its tensors count as never written to.
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *containers: Any) -> None:
         lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise PerSampleError(
@@ -74,7 +77,8 @@ class ModuleState:
         self._random_states: list[tuple[Callable[[], Any], Any, Callable[[], None]]] = []
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._take_random_states({tensor.device for tensor in (*module.parameters(), *module.buffers())})
-        self._take(module)
+        for each in (module, *containers):
+            self._take(each)
 
     def restore(self, *, random_states: bool = True) -> None:
         """Put everything back."""
@@ -112,11 +116,14 @@ class ModuleState:
             for kind in _CONTAINERS:
                 if isinstance(value, kind):
                     self._take_container(value, value, kind)
+                    break
             if self._is_of_the_user(value):
-                self._take_container(value, vars(value), dict)
+                self._take_slots(value)
+                if hasattr(value, "__dict__"):
+                    self._take_container(value, vars(value), dict)
 
     def _is_of_the_user(self, value: Any) -> bool:
-        if _package_of(type(value)) != self._package or not hasattr(value, "__dict__") or isinstance(value, _DATA):
+        if _package_of(type(value)) != self._package or isinstance(value, _DATA):
             return False
         return not any(_package_of(base) in _TRAINERS for base in type(value).__mro__)
 
@@ -133,6 +140,15 @@ class ModuleState:
             for item in items.values() if isinstance(items, dict) else items:
                 self._take(item)
 
+    def _take_slots(self, value: Any) -> None:
+        parts = [part for kind in type(value).__mro__ for part in vars(kind).values()]
+        slots = [part for part in parts if isinstance(part, MemberDescriptorType) and hasattr(value, part.__name__)]
+        self._seen[id(value)] = value
+        for slot in slots:
+            item = slot.__get__(value)
+            self._put_back.append(partial(slot.__set__, value, item))
+            self._take(item)
+
     def _take_tensor(self, tensor: Tensor) -> None:
         # A tensor with a graph belongs to a computation, and one with an axis of stride 0 cannot be written to.
         expanded = tensor.layout is torch.strided and any(
@@ -140,14 +156,23 @@ class ModuleState:
         )
         if tensor.grad_fn is not None or tensor.is_inference() or expanded:
             return
-        self._seen[id(tensor)] = tensor
+        self._take_container(tensor, vars(tensor), dict)
         here, value, kept = tensor.detach(), tensor.detach().clone(), version_kept(tensor)
+        requires_grad, hooks = tensor.requires_grad, {name: getattr(tensor, name) for name in TENSOR_HOOKS}
+        for each in hooks.values():
+            self._take(each)
 
         def put_back() -> None:
             if tensor.layout is torch.strided and not tensor.detach().is_set_to(here):
                 tensor.data = here
             here.copy_(value)
             kept.__exit__(None, None, None)
+            for name, each in hooks.items():
+                added = getattr(tensor, name)
+                if each is None and added is not None:
+                    added.clear()
+            if tensor.requires_grad != requires_grad and not is_view(tensor):
+                (tensor if tensor.grad_fn is None else tensor.detach_()).requires_grad_(requires_grad)
 
         self._put_back.append(put_back)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ class LeavesTraces(Classifier):
         self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES)
         self.history, self.running, self.count = [], {"loss": torch.zeros(())}, 0
-        self.generator = torch.Generator().manual_seed(5)
+        self.generator, self.recent, self.hook = torch.Generator().manual_seed(5), OrderedDict(), None
 
     def training_step(self, batch, batch_idx):
         inputs, labels = batch
@@ -89,12 +90,22 @@ class LeavesTraces(Classifier):
             self.running["loss"] += loss
         self.history.append(float(loss.detach()))
         self.count += 1
+        self.recent[len(self.recent)] = self.count
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = self.network[0].register_forward_hook(lambda *found: found[-1] * 0.9)
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+        self.lr_schedulers().step()
         self.accuracy(logits, labels)
         self.log("accuracy", self.accuracy)
         self.log_dict({"loss": loss})
         self.logger.log_metrics({"direct": self.count}, step=self.count)
         self.logger.experiment.log_metrics({"direct": self.count}, step=self.count)
         return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
 
 def traces_after_training(callbacks, folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -199,6 +199,62 @@ def test_objects_of_the_users_own_classes_are_put_back_and_data_are_not_looked_i
     assert (module.average.count, module.average.inside[0].number) == (0, 1)
     assert torch.equal(module.average.shadow["weight"], torch.zeros(2))
     assert module.data.read == module.others.count == 1
+
+
+@dataclass(slots=True)
+class Tally:
+    count: int
+    values: list[int]
+
+
+def test_objects_with_slots_are_put_back():
+    module = Changing()
+    module.tally = Tally(1, [1])
+    with untouched(module):
+        module.tally.count = 2
+        module.tally.values.append(2)
+    assert module.tally == Tally(1, [1])
+
+
+def test_an_ordered_dict_keeps_its_order():
+    module = Changing()
+    module.recent = recent = OrderedDict(a=1, b=2)
+    with untouched(module):
+        recent.popitem(last=False)
+        recent["c"] = 3
+        recent.move_to_end("b")
+    assert list(recent.items()) == list(dict(recent).items()) == [("a", 1), ("b", 2)]
+    assert recent.popitem(last=False) == ("a", 1)
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def test_hooks_attributes_and_whether_a_gradient_is_required_are_put_back():
+    module = Changing()
+    weight, bias = module.layer.weight, module.layer.bias
+    kept = weight.register_hook(lambda grad: grad * 2)
+    weight.calls = [1]
+    with untouched(module) as state:
+        for _ in range(2):
+            weight.calls.append(2)
+            weight.added = 1
+            kept.remove()
+            weight.register_hook(torch.zeros_like)
+            bias.register_hook(torch.zeros_like)
+            bias.register_post_accumulate_grad_hook(drop_gradient)
+            weight.requires_grad_(False)
+            module.plain.add_(bias.sum())
+            module.layer.register_forward_hook(lambda *found: None)
+            state.restore()
+    assert vars(weight) == {"calls": [1]}
+    assert weight.requires_grad
+    assert not module.plain.requires_grad
+    assert list(module.layer._forward_hooks.items()) == []
+    module.layer(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+    assert torch.equal(bias.grad, torch.ones(2))
 
 
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator])
