@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import os
 import pickle
 import sys
 
@@ -23,6 +24,7 @@ NOTHING = ("`per_sample_grad` has logged nothing", ".* got no record")
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in NOTHING]
 
 BATCHES = 8
+PACKAGE = os.path.dirname(statistics.__file__.removesuffix("statistics.py").rstrip(os.sep))
 
 
 class Manual(Classifier):
@@ -95,6 +97,14 @@ def test_so_it_is_in_manual_optimization():
     plain = calls_of_each_step(Manual, [])
     watched = calls_of_each_step(Manual, [PerSampleGradientMonitor(100)])
     assert max(sum(w.values()) - sum(p.values()) for w, p in zip(watched, plain, strict=True)) <= 11
+
+
+@pytest.mark.parametrize(("name", "most"), [("monitor", 960), ("both", 1050)])
+def test_a_warm_captured_step_calls_no_more_functions_of_the_package(name, most, tmp_path):
+    """The bounds are what was counted, and a tenth."""
+    callbacks = [PerSampleGradientMonitor(1)] + [PerSampleGradientWriter(tmp_path)] * (name == "both")
+    step = calls_of_each_step(Classifier, callbacks)[-1]
+    assert 0 < sum(count for code, count in step.items() if PACKAGE in code.co_filename) <= most
 
 
 class CountsHooks(PerSampleGradientMonitor):
