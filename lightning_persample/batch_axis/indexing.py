@@ -67,10 +67,14 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     owners = row_owners(source, call.batch_size, tensor.device)
     if isinstance(item, slice):
         return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
-    long_axis = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
-    if len(long_axis) > 1:
+    samples = owners[item]
+    lines = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
+    if len(lines) > 1:
+        lines = [axis for axis in lines if bool((samples != samples.narrow(axis, 0, 1)).any())] or lines[:1]
+    if len(lines) > 1:
         return lost(call, "picks samples along two axes", mixes=None)
-    own = picked(long_axis[0], owners[item.flatten()], call.batch_size, source.mixing)
+    rows = samples.movedim(lines[0], 0).flatten(1)[:, 0] if samples.dim() > 1 and samples.numel() else samples.flatten()
+    own = picked(lines[0], rows, call.batch_size, source.mixing)
     others = [(i, w) for i, w in indices if i is not item]
     return _through_indices(call, place, [(item, own), *others])
 

@@ -92,6 +92,8 @@ def _follow_pad(call: ObservedCall) -> Followed:
     owners = row_owners(axis, call.batch_size, data.device)[: int(batch_sizes[0])]
     dim = 0 if batch_first else 1
     place = picked(dim, owners, call.batch_size, axis.mixing)
+    lengths = picked(0, owners, call.batch_size)
     if padded_length() is not None:  # each sample alone is padded to as many, too
-        return Followed((place, None), by_values=True)
-    return padded(call, place, beyond(call.outputs[1], call.outputs[0], dim), 1 - dim)
+        return Followed((place, lengths), by_values=True)
+    found = padded(call, place, beyond(call.outputs[1], call.outputs[0], dim), 1 - dim)
+    return replace(found, outputs=(place, lengths))

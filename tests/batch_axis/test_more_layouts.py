@@ -190,6 +190,19 @@ def neighbours() -> Case:
     return by_slices(loss, torch.randn(B, 7, 5))
 
 
+def points() -> Case:
+    """The nearest points of each point, picked by an index that repeats the sample for each of them."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h, nearest = m.first(x), torch.cdist(x, x).topk(3, largest=False).indices
+        sample = torch.arange(len(x)).view(-1, 1, 1).repeat(1, *nearest.shape[1:])
+        found = h[sample, nearest]
+        later = h.transpose(0, 1)[torch.arange(3)[:, None].expand(3, len(x)), torch.arange(len(x)).expand(3, -1)]
+        return m.last(m.hidden(found).relu().amax(2).mean(1) + m.query(later).mean(0)).square().mean()
+
+    return by_slices(loss, torch.randn(B, 7, 5))
+
+
 def lattice() -> Case:
     """The sum over all paths through a lattice of steps and labels."""
 
@@ -256,6 +269,7 @@ EXACT = (
     kernels,
     beams,
     neighbours,
+    points,
     lattice,
     alignments,
     frames,

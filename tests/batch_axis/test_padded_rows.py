@@ -255,6 +255,21 @@ def test_a_packed_sequence_that_is_padded(pooled: str, batch_first: bool) -> Non
         assert_exact(record, {name: grads for name, grads in expected.items() if grads.any()})
 
 
+@pytest.mark.parametrize("total_length", [None, 6])
+def test_the_lengths_that_padding_gives_are_the_samples(total_length: int | None) -> None:
+    module, batch = Network(), (torch.randn(3, 5, D), torch.tensor([3, 5, 2]))
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        packed = pack_padded_sequence(module.first(batch[0]), batch[1], batch_first=True, enforce_sorted=False)
+        rows, lengths = pad_packed_sequence(module.rnn(packed)[0], batch_first=True, total_length=total_length)
+        mask = torch.arange(rows.size(1)) < lengths[:, None]
+        return module.head((rows * mask[..., None]).sum(1) / lengths[:, None]).square().mean()
+
+    record = captured(module, batch, lambda: loss(batch))
+    expected = loop(module, loss, [(batch[0][i : i + 1], batch[1][i : i + 1]) for i in range(3)])
+    assert_exact(record, {name: grads for name, grads in expected.items() if grads.any()})
+
+
 def test_a_sample_without_rows_is_padded_alone() -> None:
     module = Network()
 
