@@ -23,7 +23,6 @@ from lightning_persample.batch_axis.jagged import on_rows
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
     Operand,
-    describe,
     has_history,
     operands_of,
     tensors_in,
@@ -683,15 +682,15 @@ class Dispatcher(Collector):
             elif mark is not _NOT_READ:
                 outside = outside or not self.marks.is_known(leaf)
                 operands.append(leaf)
-        text = describe(recipe.name, operands)
+        where, given = user_place(), {*map(id, leaves)}
         if recipe.inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
         for position, output in enumerate(outputs):
-            if not output.requires_grad or (not recipe.inplace and any(output is leaf for leaf in leaves)):
+            if not output.requires_grad or (id(output) in given and not recipe.inplace):
                 continue
             value = self.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
             made = version_of(value)
-            derivation = Derivation(recipe, values, parents, position, value, made, text, versions, random_state)
+            derivation = Derivation(recipe, values, parents, position, value, made, where, versions, random_state)
             weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
                 parent.children += 1

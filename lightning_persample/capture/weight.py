@@ -76,7 +76,7 @@ class Derivation:
         output: which of the call's output tensors this is.
         value: the derived weight itself, detached.
         made: how often the derived weight had been written to when the call was done.
-        text: op, sizes and the user's line, for messages.
+        place: file and line of the user's code.
         versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
         random_state: state of the generator before the call, where it drew random numbers.
     """
@@ -87,7 +87,7 @@ class Derivation:
     output: int
     value: Tensor
     made: int
-    text: Description
+    place: tuple[str, int] | None
     versions: Sequence[int | None]
     random_state: Tensor | None = None
 
@@ -95,6 +95,12 @@ class Derivation:
     def op(self) -> object:
         """The canonical op."""
         return self.recipe.op
+
+    @property
+    def text(self) -> Description:
+        """Op, sizes and the user's line, for messages."""
+        sizes = tuple(self.leaves[place].shape for place in self.recipe.places)
+        return Description(self.recipe.name, sizes, self.place)
 
     @property
     def inputs(self) -> list[Tensor]:
