@@ -50,6 +50,21 @@ def cnn(*, dtype: torch.dtype = torch.float64) -> Model:
     return _classifier(module, (3, 8, 8), 5, dtype)
 
 
+class OddShapes(nn.Module):
+    """A number, complex weights and a weight without entries between two layers."""
+
+    def __init__(self, inputs: int = 5, outputs: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, 4), nn.Linear(4, outputs)
+        self.scale, self.filter = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+        self.phase, self.empty = nn.Parameter(torch.randn((), dtype=torch.cfloat)), nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh() * self.scale
+        hidden = torch.fft.irfft(torch.fft.rfft(hidden) * self.filter * self.phase, n=4)
+        return self.last(hidden + F.linear(hidden, self.empty).sum(1, keepdim=True))
+
+
 class BasicBlock(nn.Module):
     """The residual block of ResNet-18, with GroupNorm."""
 

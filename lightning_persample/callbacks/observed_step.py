@@ -55,7 +55,7 @@ class Sums:
     def add(self, name: str, total: Tensor, grad: Tensor, parts: Tensor, before: Tensor | None = None) -> None:
         """Compare a sum over the samples with a gradient that was added to `before`; `parts`: sum_i |w_i| ||g_i||."""
         added = grad if before is None else grad - before
-        earlier = added.new_zeros(()) if before is None else before.norm()
+        earlier = torch.zeros_like(parts) if before is None else before.norm()
         self.terms[name] = torch.stack([(total - added).norm(), added.norm(), parts, earlier])
 
     def too_far(self) -> dict[str, float]:
@@ -140,7 +140,7 @@ class SumCheck:
                 weights = weights[record.samples.to(rows.device)]
             weights = weights.expand(len(rows)) * scale
             total = torch.tensordot(weights, rows.to(wide), dims=1)
-            parts = (weights.abs() * record.sq_norms[name].to(rows.device, wide).sqrt()).sum()
+            parts = (weights.abs() * record.sq_norms[name].to(rows.device).sqrt()).sum()
             sums.add(name, total, _dense(grad, wide), parts, None if before is None else _dense(before, wide))
         return sums.text("what the backward added to .grad", _CAUSES)
 

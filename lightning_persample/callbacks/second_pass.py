@@ -371,14 +371,14 @@ class _Collected:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         own = wide if scale == 1.0 else wide / scale
         chosen, number = slice(start, start + len(rows)), len(self.places)
-        zeros = own.new_zeros(number)
-        self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
+        sq_norms = Dense(own).sq_norm()
+        self._sq_norms.setdefault(name, sq_norms.new_zeros(number))[chosen] = sq_norms
         if self._weights is not None:
             weights = self._weights[chosen].to(own.device, own.dtype)
             weighted = own * weights.reshape(-1, *(1,) * (own.dim() - 1))  # (a product of matrices would be autocast)
             self.totals[name] = weighted.sum(0) + self.totals.get(name, 0.0)
         if "square_sum" in self._quantities:
-            self._square_sums[name] = own.square().sum(0) + self._square_sums.get(name, 0.0)
+            self._square_sums[name] = Dense(own).square_sum() + self._square_sums.get(name, 0.0)
         if self._quantities & {"grad_sample", *OF_KEPT}:
             if name not in self._grad_samples:
                 self._grad_samples[name] = rows.new_zeros(number, *rows.shape[1:])

@@ -26,6 +26,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """The real numbers of each sample in a row: (b, numbers)."""
+    return as_real(tensor).unsqueeze(-1).flatten(1)
+
+
 def sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
     if tensor.dim() == 2 and tensor.shape[1] <= LONGEST_ROW and not tensor.is_complex():
@@ -34,7 +39,7 @@ def sq_sum(tensor: Tensor) -> Tensor:
     if length and tensor.is_contiguous() and not tensor.is_complex():
         squares = torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_()
         return squares.squeeze(1) if count == 1 else squares.sum(1)
-    flat: Tensor = as_real(tensor).unsqueeze(-1).flatten(1)
+    flat = as_rows(tensor)
     whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
         return torch.linalg.vector_norm(flat, dim=1).square()

@@ -25,6 +25,7 @@ from lightning_persample.capture.observing import ObservingMode, decomposed, is_
 from lightning_persample.capture.parameters import default_tolerance, unwrapped
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
+from lightning_persample.gradients.norms import as_rows
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
 from lightning_persample.reference.samples import (
     NOT_REENTRANT,
@@ -58,14 +59,14 @@ _SMALLEST_PART = 1e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """By parameter name finite gradients of the engine and of the one-sample loop, each (B, *shape)."""
+    """By parameter name finite gradients of the engine and of the one-sample loop, each as real rows (B, numbers)."""
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     tolerance: float
 
     def error(self, name: str, factor: Tensor | float = 1.0) -> float:
         """Largest relative error of one parameter's gradients against the loop's, multiplied by `factor` (B,)."""
-        engine, loop = (each.flatten(1) for each in self.pairs[name])
+        engine, loop = self.pairs[name]
         factors = torch.as_tensor(factor, dtype=loop.dtype, device=loop.device).reshape(-1, 1)
         difference = (engine - factors * loop).norm(dim=1)
         scale = factors.abs().flatten() * loop.norm(dim=1).clamp_min(self._smallest())
@@ -77,22 +78,22 @@ class Comparison:
 
     def factors(self) -> Tensor:
         """For each sample the multiple of the loop's gradient closest to the engine's, (B,); of zeros, their mean."""
-        products = [(engine * loop).flatten(1).sum(1).double().cpu() for engine, loop in self.pairs.values()]
-        squares = [loop.square().flatten(1).sum(1).double().cpu() for _, loop in self.pairs.values()]
+        products = [(engine * loop).sum(1).double().cpu() for engine, loop in self.pairs.values()]
+        squares = [loop.square().sum(1).double().cpu() for _, loop in self.pairs.values()]
         product, square = torch.stack(products).sum(0), torch.stack(squares).sum(0)
         zeros = (product == 0) & (square == 0)
         return torch.where(zeros, (product / square)[~zeros].mean(), product / square)
 
     def error_beside_a_constant(self, name: str) -> float:
         """Largest relative error of one parameter, apart from a difference that is the same for all samples."""
-        engine, loop = (each.flatten(1) for each in self.pairs[name])
+        engine, loop = self.pairs[name]
         scale = float(loop.norm(dim=1).max().clamp_min(self._smallest()))
         if _spread(loop) <= self.tolerance * scale:
             return math.inf
         return _spread(loop - engine) / scale
 
     def _smallest(self) -> float:
-        squares = [loop.flatten(1).square().sum(1) for _, loop in self.pairs.values()]
+        squares = [loop.square().sum(1) for _, loop in self.pairs.values()]
         return _SMALLEST_PART * float(torch.stack([each.cpu() for each in squares]).sum(0).max().sqrt())
 
 
@@ -504,7 +505,7 @@ def _compare(
 ) -> tuple[ParameterCheck, ...]:
     taken = slice(None) if record.samples is None else record.samples
     both = {
-        name: (_wide(record.grad_samples[name]), _wide(rows[taken]))
+        name: (as_rows(_wide(record.grad_samples[name])), as_rows(_wide(rows[taken])))
         for name, rows in loop.items()
         if name in record.grad_samples
     }
@@ -544,7 +545,7 @@ def _are_those_alone(samples: Tensor, grad_samples: Mapping[str, Tensor], loop: 
     """Whether the samples that the loss of a batch takes are those that have a gradient alone (not 0, nor 0/0)."""
 
     def reached(gradients: Mapping[str, Tensor]) -> Tensor:
-        rows = [gradients[name].flatten(1) for name in loop.keys() & grad_samples.keys()]
+        rows = [as_rows(gradients[name]) for name in loop.keys() & grad_samples.keys()]
         return torch.stack([(each.ne(0) & ~each.isnan()).any(1) for each in rows]).any(0).nonzero()[:, 0]
 
     if not loop.keys() & grad_samples.keys():

@@ -22,6 +22,7 @@ from tests.callbacks.test_untouched_training import (
     everything_after_training,
 )
 from tests.callbacks.unseen_models import Hidden, NeedsTwo, texts_of, traces_after_training
+from tests.models import OddShapes
 
 ENGINES = ["vmap", "loop"]
 BOTH = ("sq_norm", "grad_sample")
@@ -48,6 +49,18 @@ def test_values_are_those_of_each_sample_alone(engine, reduction, accumulate, tm
         for name, grads in record.grad_samples.items():
             torch.testing.assert_close(grads.flatten(1).square().sum(1), record.sq_norms[name])
     assert column(trainer, "per_sample_grad/coverage") == [1.0] * (3 if accumulate == 1 else 2)
+
+
+@pytest.mark.parametrize("engine", ["expanded", *ENGINES])
+def test_numbers_and_complex_weights_have_norms(engine):
+    module = WithReference(OddShapes(FEATURES, CLASSES), lr=0.01)
+    recorder = Recorder(1, quantities=(*BOTH, "square_sum"), engine=engine)
+    fit(module, [recorder])
+    torch.testing.assert_close(norms_of(recorder), torch.cat(module.reference), rtol=1e-4, atol=1e-6)
+    for record in recorder.records:
+        assert all(values.dtype is torch.float32 for values in record.sq_norms.values())
+        for name, grads in record.grad_samples.items():
+            torch.testing.assert_close(record.square_sums[name], grads.abs().square().sum(0))
 
 
 def weights_by_label(outputs, batch):

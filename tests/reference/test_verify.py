@@ -18,7 +18,7 @@ from lightning_persample.gradients import Dense
 from lightning_persample.reference.verify import PENALTY, default_tolerance
 from lightning_persample.rules import registry
 from tests.in_turn import in_turn
-from tests.models import MODELS
+from tests.models import MODELS, OddShapes
 
 B = 6
 
@@ -61,6 +61,21 @@ def test_common_models_agree(name, dtype):
     assert [row.name for row in report.parameters] == [name for name, _ in model.module.named_parameters()]
     assert report.tolerance == {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype]
     assert dtype != torch.float64 or max(row.error for row in report.parameters) < 1e-11
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "penalty"])
+def test_numbers_and_complex_weights_are_compared(inside):
+    module = OddShapes().double()
+
+    def loss(module, batch):
+        return mean_loss(module, batch) + (module.scale.square() if inside else 0.0)
+
+    data = (torch.randn(B, 5, dtype=torch.float64), torch.randint(0, 3, (B,)))
+    report = check_per_sample_gradients(module, data, loss)
+    assert report, str(report)
+    assert {row.status for row in report.parameters} == {"agrees"}
+    assert all(row.error < 1e-11 or row.reason == PENALTY for row in report.parameters)
+    assert not check_per_sample_gradients(module, data, loss, loss_reduction="sum")
 
 
 def test_the_report_prints_as_a_table():
