@@ -141,7 +141,7 @@ class ModuleState:
                 self._take(item)
 
     def _take_slots(self, value: Any) -> None:
-        parts = [part for kind in type(value).__mro__ for part in vars(kind).values()]
+        parts = [part for kind in type(value).__mro__ if "__slots__" in vars(kind) for part in vars(kind).values()]
         slots = [part for part in parts if isinstance(part, MemberDescriptorType) and hasattr(value, part.__name__)]
         self._seen[id(value)] = value
         for slot in slots:

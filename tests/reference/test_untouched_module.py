@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -207,13 +208,18 @@ class Tally:
     values: list[int]
 
 
+class Call(functools.partial):
+    """Its attributes cannot be set."""
+
+
 def test_objects_with_slots_are_put_back():
     module = Changing()
-    module.tally = Tally(1, [1])
+    module.tally, module.call = Tally(1, [1]), Call(int, "1")
     with untouched(module):
         module.tally.count = 2
         module.tally.values.append(2)
     assert module.tally == Tally(1, [1])
+    assert module.call() == 1
 
 
 def test_an_ordered_dict_keeps_its_order():
