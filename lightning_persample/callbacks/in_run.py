@@ -15,11 +15,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.batch import count_samples
 from lightning_persample.callbacks.checkpoints import requiring_gradients
-from lightning_persample.callbacks.lightning_internals import window_continues
+from lightning_persample.callbacks.lightning_internals import handed_over, validating, window_continues
 from lightning_persample.callbacks.manual import unseen
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
@@ -40,8 +41,8 @@ class InRunInfluence(PerSampleGradientWriter):
 
     It is a `PerSampleGradientWriter` with four columns in place of the norm:
 
-    - "val_dot", ``g_i . g_val``: the sample's gradient with the mean gradient of the validation samples, taken in
-      evaluation at the weights of this step, or of the last step at which it was refreshed;
+    - "val_dot", ``g_i . g_val``: the sample's gradient with the mean gradient of the validation samples, taken as in a
+      validation at the weights of this step, or of the last step at which it was refreshed;
     - "shapley", ``eta w_i g_i . g_val``: by how much the sample's part in this step lowers the validation loss, to
       first order: positive helps. These are the first-order in-run data Shapley values of equation 5 of the reference,
       with the step's own learning rate, which sum over the batch to the first-order change. For Adam and AdamW it is
@@ -104,8 +105,11 @@ class InRunInfluence(PerSampleGradientWriter):
             dirpath, every_n_steps, columns=columns, flush_every=flush_every, overwrite=overwrite, **capture
         )
         given: Any = val_dataloader
-        has_batches = isinstance(given, Iterable) and not isinstance(given, Iterator)
-        check_option("val_dataloader", val_dataloader, has_batches, "batches that can be gone through again")
+        listed = given if isinstance(given, (list, tuple)) else ()
+        has_batches = isinstance(given, Iterable) and not isinstance(given, (Iterator, Mapping))
+        has_batches &= not any(isinstance(each, DataLoader) for each in listed)
+        expected = "one DataLoader, or a list of batches, that can be gone through again"
+        check_option("val_dataloader", val_dataloader, has_batches, expected)
         is_count = is_int(refresh_every_n_steps, 1)
         check_option("refresh_every_n_steps", refresh_every_n_steps, is_count, "an int >= 1")
         check_option("val_loss", val_loss, val_loss is None or callable(val_loss), "None or a callable (module, batch)")
@@ -259,10 +263,11 @@ class InRunInfluence(PerSampleGradientWriter):
         with (
             second_pass(trainer, pl_module),
             requiring_gradients(pl_module, dict.fromkeys(parameters, True)),
+            validating(trainer),
             _in_evaluation(pl_module),
         ):
             for number, given in enumerate(self.val_dataloader):
-                batch = trainer.strategy.batch_to_device(given)
+                batch = of_user(handed_over, trainer, given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
                 loss = self._loss_of(pl_module, batch, number)
                 if loss is None:
@@ -286,9 +291,9 @@ class InRunInfluence(PerSampleGradientWriter):
         if self.val_loss is not None:
             outputs = of_user(self.val_loss, pl_module, batch)
         else:
-            step: Any = type(pl_module).training_step  # that of the instance is observed
+            step: Any = pl_module.training_step  # which is not observed in a validation
             needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-            outputs = of_user(step, pl_module, batch, *([number] if needs_number else []))
+            outputs = of_user(step, batch, *([number] if needs_number else []))
         if outputs is None:
             return None
         loss = loss_of(outputs)

@@ -104,6 +104,23 @@ def loss_scale(trainer: Trainer, size: int) -> float:
     return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
 
 
+def handed_over(trainer: Trainer, batch: Any) -> Any:
+    """A batch of a data loader as a step of the module gets it: in the Trainer's precision, through the batch hooks."""
+    batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+    return trainer.strategy.batch_to_device(batch)
+
+
+@contextmanager
+def validating(trainer: Trainer) -> Iterator[None]:
+    """Let the Trainer be in a validation, as code of the module sees it."""
+    stage = trainer.state.stage
+    trainer.validating = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
+
+
 prefix_of: Callable[[Any], str] = attrgetter("_prefix")  # of a logger, before each of its names
 
 BEFORE_ITERATORS = "_load_combined_loader_states"  # the method of a fit loop called right before iterators are made

@@ -56,10 +56,13 @@ def loss_of(module, batch):
 def written(folder, module, **options):
     """The ledger of one epoch, in the order of the samples."""
     of_trainer = {
-        name: options.pop(name) for name in ("accumulate_grad_batches", "gradient_clip_val") if name in options
+        name: options.pop(name)
+        for name in ("accumulate_grad_batches", "gradient_clip_val", "precision")
+        if name in options
     }
+    train = options.pop("train", TRAIN)
     callback = InRunInfluence(folder, options.pop("val", VAL), overwrite=True, **options)
-    make_trainer([callback], max_epochs=1, **of_trainer).fit(module, TRAIN)
+    make_trainer([callback], max_epochs=1, **of_trainer).fit(module, train)
     return read_ledger(folder).to_pandas().sort_values(["step", "row"])
 
 
@@ -506,6 +509,43 @@ def test_the_validation_pass_changes_nothing(tmp_path):
     assert rest[3:] == others[3:]
 
 
+def with_inputs(loader, change):
+    inputs, labels = loader.dataset.tensors
+    return DataLoader(TensorDataset(change(inputs), labels), loader.batch_size)
+
+
+COLUMNS = ["val_dot", "shapley", "val_loss"]
+
+
+def test_validation_batches_go_the_way_of_those_of_a_validation(tmp_path):
+    """Through all hooks, but without what a hook does in the training alone; in the Trainer's precision."""
+
+    class Augmented(Net):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [2 * batch[0], batch[1]]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] + 0.5 if self.trainer.training else batch[0], batch[1]]
+
+    loaders = {"train": with_inputs(TRAIN, lambda x: 2 * x + 0.5), "val": with_inputs(VAL, lambda x: 2 * x)}
+    expected = written(tmp_path / "expected", Net(), **loaders)
+    np.testing.assert_allclose(written(tmp_path / "hooks", Augmented())[COLUMNS], expected[COLUMNS], rtol=1e-12)
+    narrow = {name: with_inputs(each, torch.Tensor.float) for name, each in (("train", TRAIN), ("val", VAL))}
+    rows = written(tmp_path / "precision", Net(), precision="64-true", **narrow)
+    np.testing.assert_allclose(rows[COLUMNS], written(tmp_path / "wide", Net())[COLUMNS], rtol=1e-4, atol=1e-7)
+
+
+def test_a_training_step_of_the_instance_is_that_of_the_validation_pass(tmp_path):
+    class Smoothed(Net):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1], label_smoothing=0.3)
+
+    module = Net()
+    module.training_step = lambda batch, batch_idx: Smoothed.training_step(module, batch, batch_idx)
+    rows = [written(tmp_path / str(number), each) for number, each in enumerate((module, Smoothed()))]
+    np.testing.assert_allclose(rows[0][COLUMNS], rows[1][COLUMNS], rtol=1e-12)
+
+
 def test_what_is_not_known_is_nan_and_said(tmp_path):
     with pytest.warns(PerSampleWarning, match="shapley is nan: it is known of SGD, Adam and AdamW, and RMSprop steps"):
         rows = written(tmp_path / "other", Net(torch.optim.RMSprop))
@@ -565,8 +605,9 @@ def test_validation_batches_without_a_loss_are_left_out(tmp_path):
 
 
 def test_text_of_errors(tmp_path):
-    with pytest.raises(OptionError, match=r"val_dataloader=.* must be batches that can be gone through again"):
-        InRunInfluence(tmp_path, iter([]))
+    for given in (iter([]), [VAL], {"val": VAL}, 3):
+        with pytest.raises(OptionError, match=r"val_dataloader=.* must be one DataLoader, or a list of batches"):
+            InRunInfluence(tmp_path, given)
     with pytest.raises(
         OptionError, match="refresh_every_n_steps=0 is not allowed: refresh_every_n_steps must be an in"
     ):
