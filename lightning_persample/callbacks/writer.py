@@ -142,8 +142,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self.overwrite = overwrite
         self._manifest: Manifest | None = None
         self._loaded: dict[str, int] = {}
-        self._files: dict[int, int] = {}
-        self._gradient_files: dict[int, int] = {}
+        self._written: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # by run its files, of rows and gradients
         self._groups: tuple[str, ...] = ()
         self._batches, self._last_step, self._has_stepped = 0, -1, True
         self._forget_rows()
@@ -216,8 +215,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             state["run"]: state["batches"] if manual else checkpoint["global_step"] for state in states if state["run"]
         }
         self._batches = max((state["batches"] for state in states), default=0)
-        for state in states:
-            self._files, self._gradient_files = state["files"], state["gradient_files"]
+        self._written = {state["run"]: (state["files"], state["gradient_files"]) for state in states}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
@@ -236,7 +234,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
-                self._files, self._gradient_files = {}, {}
+                self._written = {}
         open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
         manifest, there = opened(trainer, self._lock, open_folder, "a ledger")
         self._manifest, self._types = manifest, dict(manifest.columns)
@@ -250,14 +248,16 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
         """Make the folder ready, in one process: what the ledger's rows are, and what gradients go on."""
+        before = self._ledger.manifest_if_there()
+        files, gradient_files = self._written.get("" if before is None else before.run, ({}, {}))
         # Before anything is removed.
-        self._ledger.check(new, self._loaded, overwrite=self.overwrite, files=self._files)
+        self._ledger.check(new, self._loaded, overwrite=self.overwrite, files=files)
         there: StoreManifest | None = None
         if self.projection is not None:
             there, alike = self._store.manifest_if_there(), None
             if there is not None and there.run in self._loaded:
                 alike = replace(there, projection=self.projection.settings(), dtype=self.dtype)
-            there = self._store.open(alike, self._loaded, overwrite=self.overwrite, files=self._gradient_files)
+            there = self._store.open(alike, self._loaded, overwrite=self.overwrite, files=gradient_files)
         elif self._store.dirpath.is_dir():
             self._store.open(None, self._loaded, overwrite=self.overwrite)
             with suppress(OSError):  # it is not empty
@@ -498,7 +498,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         if parts is None:
             return 0, lost_gradients
         self._has_stepped = trainer.global_step > self._last_step
-        self._files, self._gradient_files = self._ledger.files(), self._store_files()  # for a further fit
+        run = "" if self._manifest is None else self._manifest.run
+        self._written = {run: (self._ledger.files(), self._store_files())}  # for a further fit
         lost = parts.lost + parts.waiting
         if lost:
             self._warn(f"{lost} rows of the ledger in {str(self.dirpath)!r} were not written")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.gradients import Projection
 from lightning_persample.influence import GradientStore, dataset, read_ledger, read_manifest
-from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
+from tests.callbacks.ledger_runs import NAMES, Noted, SaveAfter, StopAfter, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 from tests.processes import run_alone
 
@@ -188,6 +188,35 @@ def test_two_writers_of_a_trainer_need_a_folder_each(folder, monkeypatch):
     with pytest.raises(OptionError, match="'ledger': two writers of this Trainer have one folder"):
         fit(PerSampleGradientWriter("ledger"), callbacks=[PerSampleGradientWriter(folder, 2)])
     assert not folder.exists()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_checkpoint_of_two_writers_has_the_files_of_each(is_first, tmp_path):
+    def writers():
+        often, seldom = (
+            PerSampleGradientWriter(tmp_path / "often", flush_every=1),
+            PerSampleGradientWriter(tmp_path / "seldom", 2),
+        )
+        return (often, seldom) if is_first else (seldom, often)
+
+    one, other = writers()
+    trainer = make_trainer([one, other, SaveAfter(4, tmp_path / "last.ckpt"), StopAfter(4)], max_epochs=1)
+    with pytest.raises(KeyError, match="stopped"):
+        trainer.fit(Noted(), data())
+    counts = {each.name: len(list(each.glob("*.parquet"))) for each in (tmp_path / "often", tmp_path / "seldom")}
+    assert counts == {"often": 4, "seldom": 1}
+    one, other = writers()
+    fit(one, loader=data(), callbacks=[other], ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    found = {name: set(read_ledger(tmp_path / name)["step"].to_pylist()) for name in counts}
+    steps = max(found["often"]) + 1
+    assert found == {"often": {*range(steps)}, "seldom": {*range(1, steps, 2)}}
+    for path in sorted((tmp_path / "often").glob("*.parquet"))[3:]:
+        path.unlink()
+    text = "often' lacks file 3 of process 0, which had written 4 when the checkpoint was saved"
+    one, other = writers()
+    with pytest.raises(OptionError, match=text):
+        fit(one, loader=data(), callbacks=[other], ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
 
 
 def test_a_fit_that_failed_before_its_first_row_leaves_the_folder_to_the_next(folder):
