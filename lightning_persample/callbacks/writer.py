@@ -238,6 +238,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
         manifest, there = opened(trainer, self._lock, open_folder, "a ledger")
         self._manifest, self._types = manifest, dict(manifest.columns)
+        self._ledger.run = manifest.run
         rank = trainer.global_rank
         if self.projection is not None:
             fields = {"dtype": self.dtype, **{n: getattr(manifest, n) for n in ("run", "libraries", "processes")}}

@@ -204,6 +204,12 @@ class Dataset(ABC, Generic[M]):
 
     def __init__(self, dirpath: str | os.PathLike[str]) -> None:
         self.dirpath = Path(dirpath)
+        self.run: str | None = None  # of the manifest; None before it is known
+
+    def checksum(self, part: Part, content: Any) -> bytes:
+        """The checksum of what a part says of its rows, and of which part of which run it is."""
+        run = self.manifest().run if self.run is None else self.run
+        return as_bytes(zlib.crc32(content, zlib.crc32(f"{run} {part.rank} {part.counter}".encode())))
 
     @abstractmethod
     def _steps(self, part: Part) -> NDArray[np.int64]:
@@ -263,12 +269,15 @@ class Dataset(ABC, Generic[M]):
             for name, kinds in _KINDS.items():
                 if name in values and not isinstance(values[name], kinds):
                     raise TypeError(name)
-            return self._restored({"rows": None, **values})
+            manifest = self._restored({"rows": None, **values})
+        self.run = manifest.run
+        return manifest
 
     def write_manifest(self, manifest: M) -> None:
         """Write the manifest, in place of the one that is there."""
         values = {"format": f"lightning_persample {self.kind}", "format_version": self.version, **asdict(manifest)}
         write_atomically(self.dirpath / MANIFEST, json.dumps(values, indent=2).encode())
+        self.run = manifest.run
 
     def promise(self, run: str, lost: int = 0) -> None:
         """Let the manifest of a run that has ended say how many rows it has made, so that a loss is seen later."""

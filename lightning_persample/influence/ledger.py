@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,6 @@ from lightning_persample.influence.dataset import (
     BaseManifest,
     Dataset,
     Part,
-    as_bytes,
     broken_files_named,
     difference,
     write_atomically,
@@ -72,7 +70,7 @@ class Manifest(BaseManifest):
 class Ledger(Dataset[Manifest]):
     """A folder of Parquet files, each with a checksum of its footer in front of it, where no reader looks."""
 
-    manifest_type, kind, version, title, rows_are = Manifest, "ledger", 3, "ledger", "rows of this run"
+    manifest_type, kind, version, title, rows_are = Manifest, "ledger", 4, "ledger", "rows of this run"
     prefix, suffix = "rows", ".parquet"
 
     def _restored(self, values: dict[str, Any]) -> Manifest:
@@ -82,7 +80,7 @@ class Ledger(Dataset[Manifest]):
         """The rows of a part, as a ``pyarrow.Table``; of the columns those that it has, or all."""
         options = {"page_checksum_verification": True, "pre_buffer": False}
         with broken_files_named(part.path):
-            _check_footer(part.path)
+            _check_footer(part.path, partial_of(self.checksum, part))
             # A file that is opened here takes half the time of a path, for which pyarrow looks for a file system.
             with (
                 arrow().OSFile(os.fspath(part.path)) as source,
@@ -130,7 +128,7 @@ class Ledger(Dataset[Manifest]):
         arrow("parquet").write_table(rows, sink, **options)
         content = memoryview(sink.getvalue())
         start = len(content) - _footer_bytes(content[-8:])
-        write_atomically(part.path, content[:start], as_bytes(zlib.crc32(content[start:])), content[start:])
+        write_atomically(part.path, content[:start], self.checksum(part, content[start:]), content[start:])
 
     def _difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
         settings = [name for name in _MEANING if name in new.settings]
@@ -161,7 +159,7 @@ def _footer_bytes(end: bytes | memoryview) -> int:
     return int.from_bytes(end[:4], "little") + 8
 
 
-def _check_footer(path: Path) -> None:
+def _check_footer(path: Path, checksum: Callable[[bytes], bytes]) -> None:
     """Compare the checksum of a file's footer: names and types of columns, numbers and places of rows."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -170,7 +168,7 @@ def _check_footer(path: Path) -> None:
         if length + 4 > size:
             raise ValueError(f"it has no footer of {length} bytes")
         file.seek(size - length - 4)
-        if file.read(4) != as_bytes(zlib.crc32(file.read())):
+        if file.read(4) != checksum(file.read()):
             raise ValueError("the checksum of the footer is another one")
 
 

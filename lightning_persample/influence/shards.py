@@ -23,7 +23,6 @@ from lightning_persample.influence.dataset import (
     Dataset,
     Part,
     PartWriter,
-    as_bytes,
     broken_files_named,
     difference,
     plain,
@@ -157,7 +156,7 @@ class _Rows:
 class Shards(Dataset[StoreManifest]):
     """A folder of .npy files: of each the values of rows, then an array of what each row is, and its checksum."""
 
-    manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 3, "store of gradients", "gradients"
+    manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 4, "store of gradients", "gradients"
     prefix, suffix = "shard", ".npy"
 
     def _remedy(self, manifest: StoreManifest) -> str:
@@ -190,7 +189,7 @@ class Shards(Dataset[StoreManifest]):
                 raise ValueError(f"it has no values of shape {shape}")
             file.seek(end)
             content = file.read()
-            if as_bytes(zlib.crc32(content[:-4])) != content[-4:]:
+            if self.checksum(part, content[:-4]) != content[-4:]:
                 raise ValueError("the checksum is another one")
             rows: NDArray[Any] = np.load(io.BytesIO(content))
         return rows
@@ -218,7 +217,7 @@ class Shards(Dataset[StoreManifest]):
     def _write(self, part: Part, values: Sequence[NDArray[Any]], rows: NDArray[Any]) -> None:
         described = _header(rows.dtype, rows.shape) + rows.tobytes()
         header = _header(values[0].dtype, (len(rows), values[0].shape[1]))
-        checksum = as_bytes(zlib.crc32(described))
+        checksum = self.checksum(part, described)
         write_atomically(part.path, header, *map(np.ascontiguousarray, values), described, checksum)
 
     def _difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:
@@ -401,7 +400,9 @@ class StoreWriter(PartWriter[StoreManifest]):
         for name, value in (("rows_per_shard", rows_per_shard), ("most_waiting", most_waiting)):
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value!r}; allowed is an int >= 1")
-        super().__init__(Shards(dirpath), rank, most_waiting)
+        shards = Shards(dirpath)
+        shards.run = manifest.run
+        super().__init__(shards, rank, most_waiting)
         self._manifest = manifest
         row_bytes = manifest.num_columns * np.dtype(manifest.dtype).itemsize
         self._rows_per_shard = max(1, _SHARD_BYTES // row_bytes) if rows_per_shard is None else rows_per_shard

@@ -40,6 +40,7 @@ def write_ledger(folder: Path, rows: int, samples: int) -> None:
     """A ledger as a fit writes it: batches of 128 drawn without repetition, 100 of them in a file."""
     generator, ledger = np.random.default_rng(0), Ledger(folder)
     folder.mkdir()
+    ledger.write_manifest(Manifest("run", BASE_COLUMNS, ("weight",), rows=rows))
     index = np.concatenate([generator.permutation(samples) for _ in range(-(-rows // samples))])[:rows]
     for part, start in enumerate(range(0, rows, ROWS_OF_A_FILE)):
         row = np.arange(start, min(start + ROWS_OF_A_FILE, rows))
@@ -58,7 +59,6 @@ def write_ledger(folder: Path, rows: int, samples: int) -> None:
             "coverage": np.ones(len(row)),
         }
         ledger.write(ledger.part(0, part), pyarrow.table(columns, schema=schema_of(BASE_COLUMNS)))
-    ledger.write_manifest(Manifest("run", BASE_COLUMNS, ("weight",), rows=rows))
 
 
 def write_store(folder: Path, rows: int) -> None:

@@ -63,7 +63,7 @@ def test_the_manifest_tells_what_the_rows_are(folder):
     module = fit(PerSampleGradientWriter(folder, per_layer=2))
     found = json.loads((folder / "_manifest.json").read_text())
     assert found["format"] == "lightning_persample ledger"
-    assert found["format_version"] == 3
+    assert found["format_version"] == 4
     assert found["parameters"] == [name for name, _ in module.named_parameters()]
     assert found["settings"]["loss_reduction"] == "mean"
     assert found["libraries"]["torch"] == torch.__version__

@@ -191,7 +191,7 @@ def test_what_is_no_ledger_is_refused(tmp_path):
     with pytest.raises(PerSampleError) as refused:
         read_ledger(tmp_path)
     assert "is of format 'lightning_persample ledger', version 7; this version of" in str(refused.value)
-    assert "reads format 'lightning_persample ledger', version 3" in str(refused.value)
+    assert "reads format 'lightning_persample ledger', version 4" in str(refused.value)
 
 
 SECOND = replace(MANIFEST, run="second", columns={})
@@ -347,3 +347,22 @@ def test_a_file_of_a_few_bytes_is_named(folder, size):
     path.write_bytes(path.read_bytes()[len(path.read_bytes()) - size :])
     with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
         read_ledger(folder)
+
+
+def test_a_file_in_the_place_of_another_is_refused(tmp_path):
+    ledgers = [tmp_path / "one", tmp_path / "other"]
+    for place, each in enumerate(ledgers):
+        each.mkdir()
+        Ledger(each).write_manifest(replace(MANIFEST, run=f"run {place}"))
+        write(each, 0, [0, 1], [2, 3])
+        write(each, 1, [0, 1])
+    own, others = ([each / part.path.name for part in Ledger(ledgers[0]).parts()] for each in ledgers)
+    contents = [path.read_bytes() for path in own]
+    assert len(read_ledger(ledgers[0], partial=True)) == 12
+    for place, path in enumerate(own):
+        for content in [*contents[:place], *contents[place + 1 :], others[place].read_bytes()]:
+            path.write_bytes(content)
+            with pytest.raises(PerSampleError, match=rf"{path.name}' is broken"):
+                read_ledger(ledgers[0], partial=True)
+        path.write_bytes(contents[place])
+    assert len(read_ledger(ledgers[0], partial=True)) == 12

@@ -313,3 +313,18 @@ def test_a_folder_in_place_of_a_shard_is_named(folder):
     (folder / "shard-00000-000000.npy").mkdir()
     with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"):
         GradientStore(folder)
+
+
+def test_a_file_in_the_place_of_another_is_refused(tmp_path):
+    folders = [made(tmp_path / run, replace(MANIFEST, run=run)) for run in ("one", "other")]
+    for seed, folder in enumerate(folders):
+        write(folder, gradients(8, seed), 0, replace(MANIFEST, run=folder.name))
+    own, others = (sorted(folder.glob("shard-*.npy")) for folder in folders)
+    contents = [path.read_bytes() for path in own]
+    for place, path in enumerate(own):
+        for content in (contents[1 - place], others[place].read_bytes()):
+            path.write_bytes(content)
+            with pytest.raises(PerSampleError, match=rf"{path.name}' is broken"):
+                GradientStore(folders[0])
+        path.write_bytes(contents[place])
+    assert len(GradientStore(folders[0])) == 8
