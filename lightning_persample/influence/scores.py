@@ -464,14 +464,10 @@ def _tables_of(ledger: Any, columns: list[str]) -> Iterator[Any]:
         yield table
 
 
-def _as_numpy(column: Any, dtype: str) -> NDArray[Any]:
-    """A column, null as nan; pyarrow's own way would import pandas."""
+def _as_numpy(column: Any) -> NDArray[Any]:
+    """A column of numbers, null as nan; pyarrow's own way would import pandas."""
     column = column.fill_null(math.nan) if column.null_count else column
-    size = np.dtype(dtype).itemsize
-    parts = [
-        np.frombuffer(each.buffers()[1], dtype, len(each), each.offset * size) for each in column.chunks if len(each)
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+    return np.from_dlpack(column.combine_chunks())
 
 
 class LedgerSums:
@@ -529,11 +525,11 @@ class LedgerSums:
             self._unknown += keys.null_count
             table = table.filter(keys.is_valid())
             keys = table["sample_index"]
-        numbers = {name: _as_numpy(table[name].cast("double"), "<f8") for name in self._names}
+        numbers = {name: _as_numpy(table[name].cast("double")) for name in self._names}
         for name in self._missing:
             self._missing[name] += int(np.isnan(numbers[name]).sum())
         is_int = arrow().types.is_integer(keys.type)
-        index = _as_numpy(keys.cast("int64"), "<i8") if is_int else keys.to_pylist()
+        index = _as_numpy(keys.cast("int64")) if is_int else keys.to_pylist()
         self._waiting.append((index, self._number(numbers)))
         if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 8):
             self._settle()
