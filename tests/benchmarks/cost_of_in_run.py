@@ -11,6 +11,11 @@ takes it again every n steps, and captures all, has the mean of n - 1 of the for
 "By hand" bounds the first of them: bare module hooks that know each layer, keep its input and the gradient of its
 output, and take the dots after the backward, or in it; a dot is that of this gradient with the layer of the direction
 in place of its weights. There is no Trainer, no ledger, and no index of a sample in it.
+
+A dot is also the derivative of the sample's loss along the direction, so that one pass of forward mode gives all dots
+(``torch.func.jvp`` of the losses, equal to a loop over samples to 4e-16 in float64). It takes more: a layer has two
+products, of the direction with the input and of the weight with the input's tangent, where a dot has one, and the
+losses are computed again. Beside the training step it was 1.18 of a plain one for ResNet-18 and 1.34 for the GPT.
 """
 
 from __future__ import annotations
