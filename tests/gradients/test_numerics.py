@@ -238,3 +238,13 @@ def test_matrices_that_are_not_contiguous(T: int) -> None:
     assert_close(rows.inner(outer), (again * expected).sum((1, 2)))
     conjugate = Outer(torch.complex(left, left).transpose(0, 1).conj(), outer.right)
     assert_close(conjugate.sq_norm(), 2 * sq_norm(expected))
+
+
+@pytest.mark.parametrize(("positions", "width"), [(1, 63), (3, 399), (1, 400), (5, 768), (3, 591), (2, 4096), (0, 80)])
+def test_a_dot_over_rows_of_any_length(positions: int, width: int) -> None:
+    left, right, vector = torch.randn(4, positions, width), torch.randn(4, positions, width), torch.randn(width, width)
+    expected = torch.einsum("btp,btd,pd->b", left.double(), right.double(), vector.double())
+    tolerance = 1e-6 * width * positions**0.5  # (of sums of as many products of random numbers)
+    torch.testing.assert_close(Outer(left, right).dot(vector).double(), expected, rtol=0, atol=tolerance)
+    double = Outer(left.double(), right.double()).dot(vector.double())
+    torch.testing.assert_close(double, expected, rtol=1e-10, atol=1e-10)
