@@ -143,7 +143,8 @@ def with_dattri_ekfac(
     task = AttributionTask(loss, module, module.state_dict())
     attributor = IFAttributorEKFAC(task, damping=damping)
     attributor.cache(DataLoader(train, 100))
-    return attributor.attribute(DataLoader(train, 100), DataLoader(test, 250))
+    # It takes the test gradients to the eigenbasis again for each batch of training samples: few are large.
+    return attributor.attribute(DataLoader(train, 1000), DataLoader(test, 250))
 
 
 def with_dattri_logra(
