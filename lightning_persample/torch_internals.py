@@ -57,7 +57,6 @@ __all__ = [
     "count_function_modes",
     "current_backward",
     "disabled_torch_function",
-    "divide_each",
     "dynamo_is_imported",
     "function_modes",
     "has_compiled_part",
@@ -70,7 +69,6 @@ __all__ = [
     "is_wrapped_by_transform",
     "local_part",
     "make_subclass",
-    "multiply_each",
     "name_of_custom_op",
     "parameters_and_buffers",
     "pin_memory",
@@ -139,7 +137,6 @@ view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor
 is_view = Tensor._is_view
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes: hooks on a tensor by number, or None
 backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(TENSOR_HOOKS[0])
-multiply_each, divide_each = torch._foreach_mul, torch._foreach_div
 
 # Names of ops: the namespaces of what processes do together
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")

@@ -23,7 +23,7 @@ from lightning_persample.gradients import Projection, SampleGradient, kernel_opt
 from lightning_persample.gradients.cost import current_options
 from lightning_persample.gradients.moments import Moments
 from lightning_persample.gradients.together import dots
-from lightning_persample.torch_internals import divide_each, multiply_each, version_counter
+from lightning_persample.torch_internals import version_counter
 
 OF_KEPT = frozenset({"dot", "projection"})
 """The quantities for which gradients are kept after the backward."""
@@ -83,7 +83,7 @@ class KeptGradients:
             raise OptionError("dot: there is no vector; give one for at least one parameter")
         with kernel_options(self._options):
             total = summed(dots(structures, [vector.detach() for vector in vectors.values()]))
-        return total if self._own is None else self._own.own([total])[0]
+        return total if self._own is None else self._own.own(total)
 
     @torch.no_grad()
     def sq_norm(self, name: str) -> Tensor:
@@ -91,8 +91,8 @@ class KeptGradients:
         self._refuse_changed(name, "norms")
         with kernel_options(self._options):
             found = in_smaller_chunks(self._structures[name].sq_norm)
-        (own,) = [found] if self._own is None else self._own.own_sq_norms([found])
-        return _in_gradient_dtype(self._dtypes[name], own)
+        own = found if self._own is None else self._own.own(found, power=2)
+        return in_gradient_dtype(self._dtypes[name], own)
 
     @torch.no_grad()
     def project(self, projection: Projection) -> dict[str, Tensor]:
@@ -104,8 +104,8 @@ class KeptGradients:
             self._refuse_changed(name, "project")
             with kernel_options(self._options):
                 rows = in_smaller_chunks(partial(structure.project, projection, name))
-            (own,) = [rows] if self._own is None else self._own.own([rows])
-            projected[name] = _in_gradient_dtype(self._dtypes[name], own)
+            own = rows if self._own is None else self._own.own(rows)
+            projected[name] = in_gradient_dtype(self._dtypes[name], own)
         return projection.joined(projected)
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class KeptGradients:
         for name, structure in self._structures.items():
             self._refuse_changed(name, "project")
             ones = torch.ones(structure.batch_size, dtype=structure.dtype, device=structure.device)
-            (factors,) = [ones] if self._own is None else self._own.own([ones])
+            factors = ones if self._own is None else self._own.own(ones)
             with kernel_options(self._options):
                 own = structure.pick(samples).scaled(factors[samples])
                 is_vector = len(own.shape) < 2
@@ -179,37 +179,14 @@ class OwnScale:
             return self
         return replace(self, weighting=self.weighting.detach()[places.to(self.weighting.device)])
 
-    def own(self, values: Sequence[Tensor], power: int = 1) -> list[Tensor]:
-        """Contributions without w_i and without the scale of the loss; values (B, ...)."""
-        like = values[0]
+    def own(self, values: Tensor, power: int = 1, dim: int = 0) -> Tensor:
+        """Contributions without w_i and without the scale of the loss, or their powers; values (..., B, ...)."""
         if isinstance(self.weighting, Tensor):
-            weights = self.weighting.detach().to(like.device, like.dtype).pow(power)
-            values = [each / weights.reshape(-1, *(1,) * (each.dim() - 1)) for each in values]
+            weights = self.weighting.detach().to(values.device, values.dtype).pow(power)
+            values = values / weights.reshape(-1, *(1,) * (values.dim() - 1 - dim))
         elif self.weighting == "mean":
-            values = multiply_each(list(values), float(self.batch_size) ** power)
-        if self.scale is not None:
-            values = divide_each(list(values), self.scale.to(like.device, like.dtype).pow(power))
-        return list(values)
-
-    def own_sq_norms(self, sq_norms: Sequence[Tensor]) -> list[Tensor]:
-        """`own` of squared norms (B,) of any dtypes and devices, those of a kind in one go; the order is kept."""
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, values in enumerate(sq_norms):
-            alike.setdefault((values.device, values.dtype), []).append(place)
-        found = list(sq_norms)
-        for places in alike.values():
-            own = self._own_rows(torch.stack([sq_norms[place] for place in places]))
-            for place, values in zip(places, own.unbind(), strict=True):
-                found[place] = values
-        return found
-
-    def _own_rows(self, rows: Tensor) -> Tensor:
-        """`own` of squared norms (parameters, B) in one go."""
-        if isinstance(self.weighting, Tensor):
-            rows = rows / self.weighting.detach().to(rows.device, rows.dtype).square()
-        elif self.weighting == "mean":
-            rows = rows * float(self.batch_size) ** 2
-        return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
+            values = values * float(self.batch_size) ** power
+        return values if self.scale is None else values / self.scale.to(values.device, values.dtype).pow(power)
 
     def is_equal(self) -> bool:
         """Whether all samples weigh alike."""
@@ -232,13 +209,8 @@ class OwnScale:
         return samples if self.scale is None else samples * self.scale
 
 
-def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
+def in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
     """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    return _in_gradient_dtype(parameter.dtype, values)
-
-
-def _in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
-    """`in_dtype_of` a parameter of this dtype."""
     if values.dtype is parameter and parameter in (torch.float32, torch.float64):
         return values
     dtype = torch.promote_types(parameter, torch.float32)
@@ -380,7 +352,7 @@ class PerSampleRecord:
     _own: OwnScale | None = field(default=None, repr=False)
     _weighted_square_sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     sample_index: SampleIndex = None
-    _norms_by_version: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _sums_by_version: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         index = f" at backward {self.backward_index}" if self.backward_index else ""
@@ -444,9 +416,9 @@ class PerSampleRecord:
         """
         values = list(self.sq_norms.values())
         versions = sum(map(version_counter, values))  # a reader may have changed them in place
-        if versions not in self._norms_by_version:
-            self._norms_by_version[versions] = _root_of_sum(values, self.num_values)
-        return self._norms_by_version[versions].clone()  # what one reader does to its own is nothing to the others
+        if versions not in self._sums_by_version:
+            self._sums_by_version[versions] = _sum(values, self.num_values)
+        return self._sums_by_version[versions].sqrt()  # what one reader does to its own is nothing to the others
 
     def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Dot of each sample's gradient with one vector, ``sum_p <g_i,p, v_p>``, at the cost of a forward.
@@ -527,7 +499,7 @@ class PerSampleRecord:
         groups: dict[str, list[Tensor]] = {}
         for name, sq_norm in self.sq_norms.items():
             groups.setdefault(group_name(name, depth), []).append(sq_norm)
-        return {group: _root_of_sum(terms, self.num_values) for group, terms in groups.items()}
+        return {group: _sum(terms, self.num_values).sqrt() for group, terms in groups.items()}
 
 
 def _as_tensor(number: Tensor | float) -> Tensor:
@@ -540,10 +512,8 @@ def group_name(parameter: str, depth: int) -> str:
     return ".".join(path[:depth]) if path else own
 
 
-def _root_of_sum(sq_norms: list[Tensor], batch_size: int) -> Tensor:
-    if not sq_norms:
-        return torch.full((batch_size,), float("nan"))
-    return summed(sq_norms).sqrt()
+def _sum(sq_norms: list[Tensor], batch_size: int) -> Tensor:
+    return summed(sq_norms) if sq_norms else torch.full((batch_size,), float("nan"))
 
 
 OUTSIDE = "its gradient comes from calls without a tensor of the batch"

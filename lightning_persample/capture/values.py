@@ -13,7 +13,7 @@ from lightning_persample.capture.collector import USED_AGAIN
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import attempt, in_smaller_chunks, reason_of
 from lightning_persample.capture.parameters import WatchedParameters
-from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGradients, OwnScale, in_dtype_of
+from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGradients, OwnScale, in_gradient_dtype
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -70,14 +70,13 @@ def read_values(
             return
         if "grad_sample" in quantities:
             dense = in_smaller_chunks(total.dense)
-            (grads,) = own.own([dense])
-            values.grad_samples[name] = in_dtype_of(weight.tensor, grads)
+            values.grad_samples[name] = in_gradient_dtype(weight.tensor.dtype, own.own(dense))
         if "square_sum" in quantities:
             squares = in_smaller_chunks(partial(_square_sum_of, total, own))
-            values.square_sums[name] = in_dtype_of(weight.tensor, squares)
+            values.square_sums[name] = in_gradient_dtype(weight.tensor.dtype, squares)
             if isinstance(own.weighting, Tensor):
-                (squares,) = replace(own, weighting="sum").own([total.square_sum()], power=2)
-                values.weighted_square_sums[name] = in_dtype_of(weight.tensor, squares * own.batch_size**2)
+                squares = replace(own, weighting="sum").own(total.square_sum(), power=2)
+                values.weighted_square_sums[name] = in_gradient_dtype(weight.tensor.dtype, squares * own.batch_size**2)
         if OF_KEPT.intersection(quantities):
             values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
 
@@ -95,11 +94,12 @@ def read_values(
             sq_norms[name] = weight.sq_norm
     if dispatcher.corrections:
         dispatcher.correct()
-    own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
-    for name, sq_norm in zip(sq_norms, own_sq_norms, strict=True):
-        weight = watched.weights[name]
-        is_alike = sq_norm.dtype is weight.tensor.dtype and sq_norm.dtype in (torch.float32, torch.float64)
-        values.sq_norms[name] = sq_norm if is_alike else in_dtype_of(weight.tensor, sq_norm)
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[str]] = {}  # those of a kind in one go
+    for name, sq_norm in sq_norms.items():
+        alike.setdefault((sq_norm.dtype, watched.weights[name].tensor.dtype, sq_norm.device), []).append(name)
+    for (_, dtype, _), same in alike.items():
+        rows = in_gradient_dtype(dtype, own.own(torch.stack([sq_norms[name] for name in same]), power=2, dim=1))
+        values.sq_norms.update(zip(same, rows.unbind(), strict=True))
     return values
 
 
@@ -151,11 +151,10 @@ def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | N
 
 def _square_sum_of(total: SampleGradient, own: OwnScale) -> Tensor:
     if not isinstance(own.weighting, Tensor):
-        (found,) = own.own([total.square_sum()], power=2)
-        return found
+        return own.own(total.square_sum(), power=2)
     sums = torch.zeros(total.shape, dtype=total.dtype.to_real(), device=total.device)
     for sample in range(total.batch_size):  # each has a weight of its own
         place = torch.tensor([sample])
-        (grad,) = own.of_samples(place).own([total.samples(sample, sample + 1).dense()])
+        grad = own.of_samples(place).own(total.samples(sample, sample + 1).dense())
         sums += grad[0].abs().square()
     return sums

@@ -113,4 +113,4 @@ def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
             torch.sum(formed, 0, out=total[place])
         else:
             total[place] += formed.sum(0)
-    return lengths.square_().sum(1), total
+    return norms.squared(lengths).sum(1), total

@@ -34,17 +34,22 @@ def as_rows(tensor: Tensor) -> Tensor:
 def sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
     if tensor.dim() == 2 and tensor.shape[1] <= LONGEST_ROW and not tensor.is_complex():
-        return torch.linalg.vector_norm(tensor, dim=1).square()
+        return squared(torch.linalg.vector_norm(tensor, dim=1))
     count, length = _rows_of(tensor.shape)
     if length and tensor.is_contiguous() and not tensor.is_complex():
-        squares = torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_()
+        squares = squared(torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2))
         return squares.squeeze(1) if count == 1 else squares.sum(1)
     flat = as_rows(tensor)
     whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
-        return torch.linalg.vector_norm(flat, dim=1).square()
-    rows = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, LONGEST_ROW)), dim=2).square().sum(1)
-    return rows if whole == flat.shape[1] else rows + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
+        return squared(torch.linalg.vector_norm(flat, dim=1))
+    rows = squared(torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, LONGEST_ROW)), dim=2)).sum(1)
+    return rows if whole == flat.shape[1] else rows + squared(torch.linalg.vector_norm(flat[:, whole:], dim=1))
+
+
+def squared(numbers: Tensor) -> Tensor:
+    """The squares in place, by a kernel that a step runs anyway: the first call of one takes as long as ten others."""
+    return numbers.mul_(numbers)
 
 
 @lru_cache(4096)
@@ -66,7 +71,7 @@ def dot_sum(a: Tensor, b: Tensor) -> Tensor:
 def row_sq_norms(tensor: Tensor) -> Tensor:
     """|tensor[b, t]|^2: (b, t, d) to (b, t)."""
     if tensor.shape[2] <= LONGEST_ROW and not tensor.is_complex():
-        return torch.linalg.vector_norm(tensor, dim=2).square()
+        return squared(torch.linalg.vector_norm(tensor, dim=2))
     return sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
 
 
@@ -173,7 +178,7 @@ def outer_direct_sq_norm(left: Tensor, right: Tensor) -> Tensor:
     lengths = left.new_empty(left.shape[0], left.shape[2], dtype=dtype.to_real())
     for part, place, formed in outer_parts(left, right, budget):
         row_norms(formed, lengths[part, place])
-    return lengths.square_().sum(1)
+    return squared(lengths).sum(1)
 
 
 def outers_direct_sq_norm(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -186,7 +191,7 @@ def outers_direct_sq_norm(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for (left, right), own in zip(sides, lengths.split(1), strict=True):
         torch.bmm(left.to(dtype).mT, right.to(dtype), out=formed)
         row_norms(formed, own)
-    return lengths.square_().sum(1)
+    return squared(lengths).sum(1)
 
 
 def outer_parts(left: Tensor, right: Tensor, most: int) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import getitem, itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_persample.torch_internals import (
     with_torch_function,
     without_torch_function,
 )
+
+Layout: TypeAlias = "tuple[torch.Size, tuple[int, ...]]"
+"""Shape and strides."""
 
 _MOST = 512  # calls of one program
 
@@ -215,7 +218,7 @@ class _Recorder:
         self._constants: list[Any] = []
         self._steps: list[tuple[Callable[..., Any] | None, tuple[int, ...], int]] = []
         self._checks: list[tuple[int, float]] = []
-        self._roots: dict[int, int] = {}  # of views that begin where another tensor does, the slot of that
+        self._roots: dict[int, tuple[int, Layout]] = {}  # of views that begin where a tensor does: its slot and layout
         self._views: set[int] = set()  # the steps that make them
         self._holds = True
         self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
@@ -291,15 +294,18 @@ class _Recorder:
         self, view: Tensor, source: Tensor, function: Callable[..., Any], arguments: tuple[int, ...]
     ) -> None:
         """Note a view that begins where its source does: none where it is the same, one step for views of views."""
-        place = arguments[0]
-        if (view.shape, view.stride()) != (source.shape, source.stride()):
-            root, own = self._roots.get(place, place), self._new(None)
+        place, layout = arguments[0], (view.shape, view.stride())
+        root, of_root = self._roots.get(place, (place, (source.shape, source.stride())))
+        if layout == of_root:
+            place = root
+        elif layout != (source.shape, source.stride()):
+            own = self._new(None)
             if root != place:
                 function = torch.as_strided
                 arguments = (root, self._new(tuple(view.shape)), self._new(view.stride()))
             self._views.add(len(self._steps))
             self._steps.append((function, arguments, own))
-            self._roots[own], place = root, own
+            self._roots[own], place = (root, of_root), own
         self._places[id(view)] = weakref.ref(view), place
 
     def _slot(self, value: Any) -> int | None:

@@ -88,7 +88,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     torch_internals.parameters_and_buffers,
     collector.Notes.reached,
     observed.user_place,
-    record.OwnScale.own_sq_norms,
+    record.OwnScale.own,
     parameters.WatchedParameters._note,
     parameters.WatchedParameters.trainable,
     parameters.WatchedParameters.watch,

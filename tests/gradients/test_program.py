@@ -106,6 +106,15 @@ def test_views_of_views_take_one_step_and_those_that_change_nothing_none():
     torch.testing.assert_close(ran(program, wide), compute(wide.clone()))
 
 
+def test_norms_of_one_row_take_products_and_no_view():
+    """As where each sample has one row: of the output's gradient and the input, which the rule lays out anew."""
+    grad, x = drawn(((B, 4), (B, 5)))
+    _, program = record(lambda: sq_norms([Outer(grad.unsqueeze(1), x.unsqueeze(1)), Dense(grad)]), (grad, x))
+    assert isinstance(program, Program)
+    names = [getattr(function, "func", function).__name__ for function, *_ in program._steps]  # (as given a `dim`)
+    assert names == ["linalg_vector_norm", "mul_", "linalg_vector_norm", "mul_", "mul"]
+
+
 def test_what_is_written_in_place_and_into_parts_is_so_in_a_program():
     def compute(x: Tensor, y: Tensor) -> Tensor:
         out = torch.zeros_like(x)
