@@ -219,16 +219,13 @@ def dynamo_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def run_eagerly() -> Callable[[], None]:
+def run_eagerly() -> Callable[[], object]:
     """Run compiled code as it was written, from now on; -> what takes that back."""
     if not dynamo_is_imported():  # nothing is compiled
-        return _nothing
+        return bool  # which does nothing
     frame: Any = torch._dynamo.eval_frame
-    take_back: Callable[[], None] = partial(frame._set_stance, frame._set_stance(_eager_stance()))
+    take_back: Callable[[], object] = partial(frame._set_stance, frame._set_stance(_eager_stance()))
     return take_back
-
-
-def _nothing() -> None: ...
 
 
 @cache

@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
+from lightning_persample.batch_axis import indexing, layers, losses, pointwise, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction, copied
 from lightning_persample.batch_axis.apart import by_entries_moved
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note
-from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost, mixing_among
+from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, keep, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
-from lightning_persample.batch_axis.ops import OPS
+from lightning_persample.batch_axis.ops import OPS, POINTWISE
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
-_FAMILIES = (indexing, layers, losses, recurrence, reductions, shapes)  # imported for the rules that they register
+_FAMILIES = (
+    indexing,
+    layers,
+    losses,
+    pointwise,
+    recurrence,
+    reductions,
+    shapes,
+)  # imported for the rules that they register
 
 
 _OF_NESTED = frozenset(name for name, op in OPS.items() if op.family == "nested")
@@ -56,6 +64,8 @@ def _follow(call: ObservedCall) -> Followed:
         return indexing.picked_of_copies(call) or after_reduction(call)
     if call.operands[0].tensor.is_nested and call.op in (*_OF_NESTED, "unbind"):
         return PROPAGATION_RULES[call.op](call)
+    if call.op in POINTWISE and len(call.operands) == 1 and call.operands[0].tensor.dim() == call.outputs[0].dim():
+        return keep(call, call.located[0][1])  # of a sparse or nested tensor, too
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
         if any(tensor.is_nested for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
             return follow_jagged(call)

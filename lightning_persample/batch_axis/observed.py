@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,6 @@ class Operand:
     axis: BatchAxis | Lost | None
 
 
-class OwnBackward(Protocol):
-    """The backward of a call that ran fused; `sums` notes what the samples contribute, see `fused.FusedCall`."""
-
-    sums: Callable[[Tensor, bool], Mapping[str, Tensor]] | None
-
-
 @dataclass(eq=False)
 class ObservedCall:
     """A call that has run; nothing of it changes afterwards.
@@ -51,7 +45,7 @@ class ObservedCall:
         inplace: whether the call wrote into its first argument.
         random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
-        fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
+        fused: what its backward takes the sums over the samples from, where it has run fused; else None.
         layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         known_rows: gives the sample of each of so many rows as some tensors have, (n,), by what else holds samples.
@@ -72,7 +66,7 @@ class ObservedCall:
     inplace: bool
     written: frozenset[int]
     random_state: Tensor | None = None
-    fused: OwnBackward | None = None
+    fused: Any = None
     layout: Hashable | None = None
     owners: Sequence[Owner] = ()
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()

@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis
-from lightning_persample.batch_axis.base import Followed, broadcast, is_plain, listed, lists, propagation_rule
+from lightning_persample.batch_axis.base import Followed, broadcast, listed, lists, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
-
-
-def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[BatchAxis | None, int]:
-    """The axis along which operands that are laid over each other all hold the samples, where it is the same."""
-    found, rank = None, 0
-    for tensor, mark in zip(tensors, marks, strict=True):
-        if len(tensors) > 1 and not is_plain(tensor):
-            return None, 0
-        if not isinstance(mark, BatchAxis):
-            continue
-        if found is None:
-            found, rank = mark, tensor.dim()
-            continue
-        same = (mark.outer, mark.inner, mark.dim - tensor.dim()) == (found.outer, found.inner, found.dim - rank)
-        if not same or mark.owner is not found.owner or mark.mixing is not found.mixing:
-            return None, 0
-    return found, rank
 
 
 @propagation_rule("pointwise", by_layout=True)

@@ -23,7 +23,7 @@ from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.observing import without_compilation
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord, warn_user
-from lightning_persample.capture.values import samples_in_loss, samples_with_values
+from lightning_persample.capture.values import samples_with_values
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, VerificationError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
@@ -234,8 +234,7 @@ class SecondEngine:
         _refuse_what_cannot_be_cut(batch.layout, engine)
         chosen = self._choice.of_batch(size)
         weights = self._weigh(training_step, batch)
-        in_loss = samples_in_loss(None, weights)  # of the others, what they lose is not known
-        samples, _ = samples_with_values(chosen, in_loss)
+        in_loss, samples, _ = samples_with_values(chosen, None, weights)  # of the others, what they lose is not known
         weights = weights if samples is None else weights[samples]
         compares = sums and chosen is None
 

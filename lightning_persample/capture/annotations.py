@@ -103,6 +103,7 @@ class Kind:
         by_layout: whether what is decided of a call may be remembered under its layout.
         converts: whether some of its tensors give but a dtype, a device or a shape.
         moves: whether its tensors lie in other memory afterwards, or in another part of it.
+        is_unnoted: whether it gives no tensor to follow, and changes nothing that is known of those it is given.
         makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
             any other.
     """
@@ -114,6 +115,7 @@ class Kind:
     by_layout: bool
     converts: bool
     moves: bool
+    is_unnoted: bool
     makes: object | None
 
 
@@ -127,11 +129,13 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
         converts = op in OPS and OPS[op].converts
-        known = (op in BY_LAYOUT and not converts) or op in LOSSES
+        pointwise = op in POINTWISE
+        known = (op in BY_LAYOUT and (pointwise or not converts)) or op in LOSSES
         makes = _ONE_CALL.get(function, op)
-        by_layout = (known and not inplace and not composite) or function in _ONE_CALL
+        by_layout = (known and (pointwise or not (inplace or composite))) or function in _ONE_CALL
         moves = op is None and (function.__name__ in _MOVES or is_setter(function, "data"))
-        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, moves, makes)
+        is_unnoted = op is None and not moves and function not in (weakref.getweakrefs, Tensor.register_hook)
+        kind = Kind(op, inplace, pointwise, composite, by_layout, converts, moves, is_unnoted, makes)
         if op is None or isinstance(op, str):
             KINDS[function] = kind
     return kind
@@ -179,7 +183,6 @@ CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
 _FEW = 2
 _MOST, _MOST_SUMS = 1 << 22, 16  # numbers of a constant that are added up once more; such constants of a step
-_NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
@@ -272,32 +275,6 @@ class Marks:
         if isinstance(known, Lost):
             return known
         return self._read_from_base(tensor) if isinstance(known, BatchAxis) else None
-
-    def axis_of_all(self, args: tuple[Any, ...]) -> tuple[BatchAxis, int] | None:
-        """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank."""
-        found: BatchAxis | None = None
-        first: Tensor | None = None
-        rank = 0
-        entries = self.entries
-        for value in args:
-            if type(value) is Tensor:
-                entry = entries.get(id(value))
-                if entry is None or entry[0]() is not value:
-                    return None
-                mark = entry[1]
-                if type(mark) is not BatchAxis:
-                    return None
-                if found is None or first is None:
-                    first, found, rank = value, mark, value.dim()
-                elif value.dim() != rank or not (mark is found or mark.is_same(found)):
-                    return None
-                else:
-                    for tensor in (value, first):  # as `is_plain`, without a call
-                        if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped_by_transform(tensor):
-                            return None
-            elif type(value) not in _NUMBERS:
-                return None
-        return None if found is None else (found, rank)
 
     def set_result(self, output: Tensor, mark: Mark) -> None:
         """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""
@@ -407,14 +384,15 @@ class Marks:
             if op in _NEW_ROWS and output.shape[:1] == (self._batch_size,):
                 self._note_made(str(op))
 
-    def note_variables(self, tensors: list[Tensor], marks: list[Mark | None], axis: BatchAxis, rank: int) -> None:
+    def note_variables(self, tensors: list[Tensor], marks: list[Mark | None]) -> None:
         """Mark what the step differentiates by, such as an adversarial change, where its rows are laid over samples."""
-        for tensor, mark in zip(tensors, marks, strict=True):
-            if not tensor.requires_grad or not tensor.is_leaf or isinstance(mark, (BatchAxis, Weight)):
+        first, axis = next((t, mark) for t, mark in zip(tensors, marks, strict=True) if isinstance(mark, BatchAxis))
+        for place, (tensor, mark) in enumerate(zip(tensors, marks, strict=True)):
+            if not tensor.requires_grad or not tensor.is_leaf or isinstance(mark, (BatchAxis, Lost, Weight)):
                 continue
-            dim, size = axis.dim + tensor.dim() - rank, tensors[marks.index(axis)].size(axis.dim)
+            dim, size = axis.dim + tensor.dim() - first.dim(), first.size(axis.dim)
             if dim >= 0 and tensor.size(dim) == size > 1:
-                self[tensor] = axis.moved(dim)
+                self[tensor] = marks[place] = axis.moved(dim)
 
     def _note_row_sums(self, op: object, tensor: Tensor) -> None:
         """Keep what each row adds to a sum of a constant with as many rows as samples, which may weigh these."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -385,7 +385,12 @@ class Collector:
         excuses: the nodes below which they do not hold.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
         corrections: of squared norms, until the backward has ended; None where they are corrected at once.
+        compares_weights: whether declared weights of the samples are compared with those that they have in the loss.
+        last: the last plan that was applied, and the id of what the call gave.
     """
+
+    compares_weights = False
+    last: tuple[Any, int] | None = None
 
     def __init__(
         self,

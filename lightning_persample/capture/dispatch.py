@@ -6,8 +6,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,8 @@ from lightning_persample.batch_axis.observed import (
     user_line,
     user_place,
     version_of,
-    without_data,
 )
 from lightning_persample.batch_axis.ops import OPS, having
-from lightning_persample.batch_axis.pointwise import common_axis
 from lightning_persample.batch_axis.sample_weights import why_others
 from lightning_persample.capture.annotations import (
     CONSTANT,
@@ -41,31 +40,31 @@ from lightning_persample.capture.annotations import (
     KNOWN,
     REWRITTEN,
     Constant,
-    Kind,
     Mark,
     adds_a_term,
-    data_of,
     in_parts,
     kind_of,
 )
 from lightning_persample.capture.collector import Collector, Means, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
-from lightning_persample.capture.fused import fused_call
+from lightning_persample.capture.fused import fused_form
 from lightning_persample.capture.graph import REENTRANT, Takers, boundary, on_arrival, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import Answer, ObservingMode, decomposed
 from lightning_persample.capture.plan import (
     PLANS,
     Plan,
+    TorchCall,
     attach,
-    keep_plan,
+    can_be_made_again,
+    derive,
+    marks_of,
     note_term,
-    read_call,
-    read_targets,
     refuse_where_used,
     remember,
     remember_as,
-    replay,
+    remember_recipe,
+    run_fused,
 )
 from lightning_persample.capture.record import outside_text
 from lightning_persample.capture.transforms import (
@@ -78,17 +77,7 @@ from lightning_persample.capture.transforms import (
     innermost_axis,
     inside,
 )
-from lightning_persample.capture.weight import (
-    Derivation,
-    Recipe,
-    Weight,
-    base_of,
-    in_one_row,
-    part_of,
-    places_in,
-    recipe_of,
-    with_part,
-)
+from lightning_persample.capture.weight import Weight, base_of, part_of, places_in, recipe_of, with_part
 from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import (
     innermost_transform,
@@ -102,12 +91,33 @@ _OF_NO_SAMPLE = {type(None), Constant}
 _OF_SAMPLES = {BatchAxis, Lost}
 _TAKEN_APART = {"broadcast_tensors", "index_select"}  # see `in_parts` and `_is_of_copies`
 _requires_grad = attrgetter("requires_grad")
-_PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
 _INDEXES, _SHAPES = having("indexes"), having("shapes")  # ops that read a number as `int` gives it
 _OF_TANGENTS = {"_make_dual", "_unpack_dual"}  # what torch.func.jvp calls: each result is laid out as what it is given
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
-_NOT_READ = object()  # in place of the mark of a tensor of which only the layout counts
+
+
+class _Decision(NamedTuple):
+    """What to do at one call alone, as a `Plan` says it of all that are alike."""
+
+    apply: Callable[[TorchCall, Any], None]
+    run: Callable[[TorchCall], Any] | None = None
+
+
+class _Before(NamedTuple):
+    """What was to be known of a call before it ran.
+
+    Attributes:
+        stop: nodes of its tensors, where there are weights among them.
+        args: positional arguments, the first a copy where it is written to and needed as it was.
+        versions: how often each of its tensors was written to.
+        random_state: state of the generator, where random numbers have to be drawn again.
+    """
+
+    stop: set[Node]
+    args: tuple[Any, ...]
+    versions: list[int]
+    random_state: Tensor | None
 
 
 class Dispatcher(Collector):
@@ -120,7 +130,6 @@ class Dispatcher(Collector):
         is_scripted: whether the parameter of this name is in a TorchScript module.
         has_loaders: the batch holds the samples of several loaders, one after another.
         means: of what the loss of the present backward is a sum, where it is one of the means of several loaders.
-        compares_weights: whether declared weights of the samples are compared with those that they have in the loss.
         other_weights: how declared weights differ from those in the loss of the present backward; "" where they fit.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         padded: the numbers of rows of tensors that have room for more than the samples have.
@@ -134,13 +143,12 @@ class Dispatcher(Collector):
     owners: tuple[Owner, ...] = ()
     padded: frozenset[int] = frozenset()
     part: Part | None = None
-    has_loaders = compares_weights = False
+    has_loaders = False
     is_scripted: Callable[[str], bool] = staticmethod(lambda name: False)
     other_weights = ""
     means: Means | None = None
     of_no_sample = False
     differentiated = ""
-    _inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
@@ -338,180 +346,33 @@ class Dispatcher(Collector):
         self.part = self.means = None
         self.other_weights = ""
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run one torch call and take note of it."""
-        result: Any = _NOT_RUN
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one torch call and take note of it, as was decided of all that are alike, or else of this one."""
         other = self.others.get(function)
         if other is not None:
             return other(function, args, kwargs)
+        result: Any = _NOT_RUN
         try:
             kind = KINDS.get(function) or kind_of(function)
-            op = kind.op
-            if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
-                first, *others = kwargs
-                args, kwargs = (kwargs[first],), {name: kwargs[name] for name in others}
-            if op is None:
-                result = _RUNNING
-                if function is weakref.getweakrefs:
-                    guard(self.marks.note_swapped, self.fail)(args[0])
-                before = guard(self.marks.alias, self.fail)(args[0]) if kind.moves else None  # noqa: F841
-                result = function(*args, **kwargs)
-                if kind.moves:
-                    self._note_write(kind.op, function, args, kwargs)
-                    has_source = not function.__name__.startswith("resize")
-                    source = (args[1] if len(args) > 1 else kwargs.get("source")) if has_source else None
-                    self.marks.note_moved(args[0], source)
-                if function is Tensor.register_hook:
-                    self._note_hook(args[0])
-                return result
-            if kind.pointwise and "out" not in kwargs:
-                common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
-                if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
-                    result = _RUNNING
-                    result = function(*args, **kwargs)  # by far the most calls
-                    if kind.inplace:
-                        self._note_write(kind.op, function, args, kwargs)
-                    if type(result) is not Tensor or result.dim() != common[1]:
-                        return self._beside(*common, result)
-                    self.marks.entries[id(result)] = weakref.ref(result), common[0]
-                    return result
-            layout = None
-            if kind.by_layout:
-                tensors, marks, layout = read_call(function, args, kwargs, self.marks, self.batch_size)
-            else:
-                tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
-                marks = [self.marks.of_operand(tensor) for tensor in tensors]
-            kinds = set(map(type, marks))
-            if Lost in kinds:
-                marks = [self._mark_of(tensor) for tensor in tensors]
-                kinds = set(map(type, marks))
-            if kinds <= _OF_NO_SAMPLE:
-                result = _RUNNING
-                result = function(*args, **kwargs)
-                if kind.inplace or "out" in kwargs:
-                    self._note_write(kind.op, function, args, kwargs)
-                self.marks.note_constant(op, tensors, result)
-                return result
-            if kinds & _OF_SAMPLES and innermost_transform() is not None and _is_inside(op, tensors):
-                marks = [self.marks.of_inside(tensor) for tensor in tensors]
-                result = _RUNNING
-                if kind.composite:
-                    with self.visible:
-                        return decomposed(function)(*args, **kwargs)
-                result = function(*args, **kwargs)
-                guard(self._note_inside, self.fail)(
-                    kind, function, args, kwargs, zip(tensors, marks, strict=True), result
-                )
-                return result
-            if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
-                axis, rank = common_axis(tensors, marks)
-                if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
-                    self.marks.note_variables(tensors, marks, axis, rank)
-                    result = _RUNNING
-                    result = function(*args, **kwargs)
-                    if kind.inplace:
-                        self._note_write(kind.op, function, args, kwargs)
-                    return self._beside(axis, rank, result)
-            fused = None
-            if self.fuse and Weight in kinds and torch.is_grad_enabled():
-                axis_of = self.marks.of_operand
-                fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-            plan = PLANS.get(layout) if layout is not None else None
-            if plan is not None and (
-                plan.rule is not rule_of(kind.makes)
-                or not (plan.loss is None or (plan.holds(args, kwargs) and not self.compares_weights))
-            ):
-                plan = None
-            if plan is not None:
-                if fused is None:
-                    result = _RUNNING
-                result = function(*args, **kwargs) if fused is None else fused.run()
-                if plan.recipe is not None:
-                    outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
-                    self.nodes.watch_inside(outputs, boundary(tensors))
-                    self._derive(plan.recipe, tensors, marks, outputs)
-                    return result
-                self._inner = plan, id(result)
-                replay(plan, result, tensors, marks, fused, self)
-                if plan.name and self.corrections is not None:
-                    read_targets(plan, args, kwargs, result, self)
-                return result
-            if not _TENSORS.issuperset(map(type, tensors)) and any(map(is_lazy, tensors)):
+            if kind.is_unnoted:
                 result = _RUNNING
                 return function(*args, **kwargs)
-            if kind.composite:
-                self._inner = None  # (another's result may be gone, and its id be given again)
+            if kind.composite and not kind.by_layout:
                 in_the_open = decomposed(function)
                 result = _RUNNING
                 with self.visible:
-                    result = in_the_open(*args, **kwargs)
-                inner, self._inner = self._inner, None
-                if layout is not None and inner is not None and inner[1] == id(result):
-                    remember_as(layout, inner[0], args, kwargs, tensors)
-                return result
-            marked = list(zip(tensors, marks, strict=True))
-            weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
-            inplace = kind.inplace
-            stop = boundary(tensors) if weights else set()
-            saved = args
-            if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
-                replayed = args[0] is tensors[0] and _can_be_made_again(marks[0]) and not kinds & {BatchAxis, Lost}
-                saved = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
-            is_plain_call = not inplace and "out" not in kwargs
-            derives = bool(weights) and is_plain_call and not kinds & _OF_SAMPLES and op not in _TAKEN_APART
-            versions = [] if derives else [(tensor, version_of(tensor)) for tensor, _ in marked]
-            rule = rule_of(op) if weights else None
-            draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
-            random_state = torch.get_rng_state() if draws else None
-            if fused is None:
-                result = _RUNNING
-            result = function(*args, **kwargs) if fused is None else fused.run()
-            if inplace or "out" in kwargs:
-                self._note_write(kind.op, function, args, kwargs)
-            outputs = (result,) if type(result) is Tensor else (*tensors_in(args[0] if result is None else result),)
-            if derives and any(map(_requires_grad, outputs)):
-                recipe, leaves = recipe_of(op, function, (args, kwargs), is_kept=layout is not None and not draws)
-                if layout is not None and recipe.is_kept:
-                    keep_plan(layout, Plan(rule, (), None, recipe=recipe))
-                self.nodes.watch_inside(outputs, stop)
-                of_leaves = _marks_of(leaves, tensors, {id(tensor): mark for tensor, mark in marked})
-                self._derive(recipe, leaves, of_leaves, outputs, random_state)
-                return result
-            if is_plain_call:  # `contiguous`, `to` and the like may return what they were given
-                given = {*map(id, tensors)}
-                if not given.isdisjoint(map(id, outputs)):
-                    outputs = tuple(output for output in outputs if id(output) not in given)
-            if not outputs:
-                return result
-            if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
-                op, function, saved, kwargs = "clone", torch.clone, (tensors[0],), {}
-                marked, marks = marked[:1], marks[:1]
-            written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
-            beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
-            counted = op in _INDEXES and bool(kinds & {BatchAxis, Weight})
-            operands = tuple(
-                Operand(
-                    saved[0] if inplace and weights and tensor is args[0] else tensor,
-                    None
-                    if (counted and _is_entry(tensor, mark)) or (op in _SHAPES and tensor is not tensors[0])
-                    else _place_of(tensor, mark, replaced, beside),
-                )
-                for tensor, mark in marked
-            )
-            call = ObservedCall(
-                op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout, self.owners, self.known_rows, self.marks.row_sums, self.compares_weights,
-            )  # fmt: skip
-            involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
-            live = involved if weights and any(output.requires_grad for output in outputs) else {}
-            for part in in_parts(call):
-                own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
-                self._note(part, own, stop)
+                    return in_the_open(*args, **kwargs)
+            call = TorchCall(function, args, kwargs, kind, self)
+            known = PLANS.get(call.signature)
+            if known is not None and known.rule is rule_of(kind.makes) and (known.is_sure or known.holds(call)):
+                plan: Plan | _Decision = known
+            else:
+                plan = self._decide(call)
+            result = _RUNNING
+            result = function(*call.args, **call.kwargs) if plan.run is None else plan.run(call)
+            if call.writes:
+                self._note_write(call)
+            plan.apply(call, result)
             return result
         except Exception as error:  # not by `guard`, which costs more than some calls
             if result is _RUNNING:  # what the user's call raises is the user's
@@ -521,24 +382,131 @@ class Dispatcher(Collector):
         del failure  # its traceback holds this frame
         return function(*args, **kwargs) if result is _NOT_RUN else result
 
-    def _note_inside(
-        self,
-        kind: Kind,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        marked: Iterable[tuple[Tensor, Mark | None]],
-        result: Any,
-    ) -> None:
-        """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""
-        with_weight, operands = False, []
+    def _decide(self, call: TorchCall) -> _Decision:
+        """What to do at a call that has no plan."""
+        kind = call.kind
+        if kind.op is None:
+            return self._decide_of_memory(call)
+        if kind.composite:
+            self.last = None  # (another's result may be gone, and its id be given again)
+            return _Decision(self._note_open, self._run_in_the_open)
+        if any(type(mark) is Lost for mark in call.marks):
+            call.marks = [self._mark_of(tensor) for tensor in call.tensors]
+        kinds = set(map(type, call.marks))
+        if kinds <= _OF_NO_SAMPLE:
+            return _Decision(self._note_constant)
+        if kinds & _OF_SAMPLES and innermost_transform() is not None and _is_inside(kind.op, call.tensors):
+            call.marks = [self.marks.of_inside(tensor) for tensor in call.tensors]
+            return _Decision(self._note_inside)
+        if not _TENSORS.issuperset(map(type, call.tensors)) and any(map(is_lazy, call.tensors)):
+            return _Decision(_note_nothing)
+        if kind.pointwise and BatchAxis in kinds and not call.writes:
+            self.marks.note_variables(call.tensors, call.marks)
+        return self._decide_with(call, kinds)
+
+    def _decide_of_memory(self, call: TorchCall) -> _Decision:
+        """The same of one that gives no tensor to follow."""
+        if call.function is weakref.getweakrefs:
+            self.marks.note_swapped(call.args[0])
+            return _Decision(_note_nothing)
+        if call.function is Tensor.register_hook:
+            return _Decision(self._note_hook)
+        return _Decision(partial(self._note_moved, self.marks.alias(call.args[0])))
+
+    def _decide_with(self, call: TorchCall, kinds: set[type]) -> _Decision:
+        """The same of one with weights or samples."""
+        op, args, tensors, with_samples = call.kind.op, call.args, call.tensors, bool(kinds & _OF_SAMPLES)
+        with_weights = Weight in kinds and torch.is_grad_enabled()
+        rule = rule_of(op) if with_weights else None
+        draws = with_weights and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
+        random_state = torch.get_rng_state() if draws else None
+        if with_weights and not (with_samples or call.writes or op in _TAKEN_APART):
+            return _Decision(partial(self._note_derived, random_state))
+        if with_weights and call.kind.inplace:  # (what weights alone make is computed again where it is needed)
+            replayed = args[0] is tensors[0] and can_be_made_again(call.marks[0]) and not with_samples
+            args = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
+        versions = [*map(version_of, tensors)]
+        arguments, form = rule.bind(args, call.kwargs) if self.fuse and rule is not None else None, None
+        if arguments is not None:
+            form = fused_form(op, arguments, tensors, call.marks, self.batch_size, self.keep_structures)
+        stop = boundary(tensors) if with_weights else set()
+        note = partial(self._note_observed, _Before(stop, args, versions, random_state))
+        return _Decision(note, None if form is None else partial(run_fused, form))
+
+    def _run_in_the_open(self, call: TorchCall) -> Any:
+        with self.visible:
+            return decomposed(call.function)(*call.args, **call.kwargs)
+
+    def _note_open(self, call: TorchCall, result: Any) -> None:
+        """Keep the plan of the one call that a composite function has made as one of its own."""
+        inner, self.last = self.last, None
+        if call.signature is not None and inner is not None and inner[1] == id(result):
+            remember_as(call, inner[0])
+
+    def _note_moved(self, alias: Tensor | None, call: TorchCall, result: Any) -> None:
+        """A tensor lies elsewhere; until now another one has shown its samples to those who share its memory."""
+        has_source = not call.function.__name__.startswith("resize")
+        source = (call.args[1] if len(call.args) > 1 else call.kwargs.get("source")) if has_source else None
+        self.marks.note_moved(call.args[0], source)
+
+    def _note_constant(self, call: TorchCall, result: Any) -> None:
+        self.marks.note_constant(call.kind.op, call.tensors, result)
+
+    def _note_derived(self, random_state: Tensor | None, call: TorchCall, result: Any) -> None:
+        """A call on weights and numbers alone makes derived weights."""
+        outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
+        if not any(map(_requires_grad, outputs)):
+            self.marks.note_constant(call.kind.op, call.tensors, _outputs_of(call, result))
+            return
+        is_kept = call.signature is not None and random_state is None
+        recipe, leaves = recipe_of(call.kind.op, call.function, (call.args, dict(call.kwargs)), is_kept=is_kept)
+        marks = {id(tensor): mark for tensor, mark in zip(call.tensors, call.marks, strict=True)}
+        remember_recipe(call, recipe)
+        self.nodes.watch_inside(outputs, boundary(call.tensors))
+        derive(recipe, leaves, marks_of(leaves, call.tensors, marks), outputs, self, random_state)
+
+    def _note_observed(self, before: _Before, call: TorchCall, result: Any) -> None:
+        """A call with samples, or that writes: follow the batch through it, and attach what its weights contribute."""
+        op, function, args, kwargs = call.kind.op, call.function, before.args, call.kwargs
+        outputs, marked = _outputs_of(call, result), list(zip(call.tensors, call.marks, strict=True))
+        if not outputs:
+            return
+        kinds = set(map(type, call.marks))
+        if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
+            op, function, args, kwargs, marked = "clone", torch.clone, (call.tensors[0],), {}, marked[:1]
+        replaced = {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
+        counted = op in _INDEXES and bool(kinds & {BatchAxis, Weight})
+        operands, involved = [], {}
         for tensor, mark in marked:
+            is_entry = counted and _is_entry(tensor, mark)
+            is_shape = op in _SHAPES and tensor is not call.tensors[0]
+            place = None if is_entry or is_shape else _place_of(tensor, mark, replaced, BatchAxis in kinds)
+            operand = Operand(args[0] if call.kind.inplace and tensor is call.args[0] else tensor, place)
+            operands.append(operand)
+            if isinstance(mark, Weight):
+                involved[id(operand.tensor)] = mark
+        changed = (t for t, version in zip(call.tensors, before.versions, strict=True) if version_of(t) != version)
+        observed = ObservedCall(
+            op, function, args, kwargs, tuple(operands), outputs, self.batch_size, call.kind.inplace,
+            frozenset(map(id, changed)), before.random_state, call.fused, call.signature, self.owners, self.known_rows,
+            self.marks.row_sums, self.compares_weights,
+        )  # fmt: skip
+        has_gradient = torch.is_grad_enabled() and any(map(_requires_grad, outputs))
+        live = involved if has_gradient else {}
+        for part in in_parts(observed):
+            own = live if part is observed else {key: live[key] for key in map(id, part.args) if key in live}
+            self._note(part, own, before.stop)
+
+    def _note_inside(self, seen: TorchCall, result: Any) -> None:
+        """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""
+        kind, with_weight, operands = seen.kind, False, []
+        for tensor, mark in zip(seen.tensors, seen.marks, strict=True):
             with_weight |= isinstance(mark, Weight)
             operands.append(Operand(tensor, mark if isinstance(mark, (BatchAxis, Lost)) else None))
-        outputs = (*tensors_in(args[0] if result is None else result),)
+        outputs = (*tensors_in(seen.args[0] if result is None else result),)
         call = ObservedCall(
-            kind.op, function, args, kwargs, tuple(operands), outputs, self.batch_size, kind.inplace, frozenset(),
-            owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
+            kind.op, seen.function, seen.args, seen.kwargs, tuple(operands), outputs, self.batch_size, kind.inplace,
+            frozenset(), owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
             compares_weights=self.compares_weights,
         )  # fmt: skip
         text = f"`{call.name}` inside a transform of torch.func{user_line()} could not be followed"
@@ -585,17 +553,15 @@ class Dispatcher(Collector):
         name = getattr(function, "__name__", str(function))
         self.fail(error, f"following `{name}`{guard(user_line, lambda error: '')()}")
 
-    def _note_write(
-        self, op: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _note_write(self, call: TorchCall) -> None:
         """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
-        for target in tensors_in(kwargs["out"]) if "out" in kwargs else args[:1]:
+        for target in tensors_in(call.kwargs["out"]) if "out" in call.kwargs else call.args[:1]:
             if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
                 memory = memory_of(target)
-                self.writes[memory] = version_of(target), function.__name__, user_place()
+                self.writes[memory] = version_of(target), call.function.__name__, user_place()
                 if memory in self.marks.of_weights and not _is_recorded(target):
-                    sources = [tensor for tensor in operands_of(args, kwargs) if tensor is not target]
-                    self._note_hidden(op, target, sources)
+                    sources = [tensor for tensor in operands_of(call.args, call.kwargs) if tensor is not target]
+                    self._note_hidden(call.kind.op, target, sources)
 
     def _note_hidden(self, op: object, target: Tensor, sources: Sequence[Tensor]) -> None:
         """Without gradient, memory was written to that weights alone have made: it still holds what is made of them."""
@@ -615,13 +581,6 @@ class Dispatcher(Collector):
                 text = f"a tensor made of weights alone is overwritten by values of the batch{user_line()}"
                 self.notes.add("mixing", text, (tensor,))
 
-    def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
-        """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
-        for output in tensors_in(result):
-            moved = axis.moved(axis.dim + output.dim() - rank)
-            self.marks.set_result(output, moved.laid_over(output.size(moved.dim), self.batch_size))
-        return result
-
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
         """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
         if involved:
@@ -632,8 +591,8 @@ class Dispatcher(Collector):
             self._with_batch(call, involved)
         elif involved:
             recipe, leaves = recipe_of(call.op, call.function, (call.args, dict(call.kwargs)), call.inplace)
-            tensors = [operand.tensor for operand in call.operands]
-            self._derive(recipe, leaves, _marks_of(leaves, tensors, involved), call.outputs, call.random_state)
+            marks = marks_of(leaves, [operand.tensor for operand in call.operands], involved)
+            derive(recipe, leaves, marks, call.outputs, self, call.random_state)
         elif not (written and isinstance(known[0], Weight)):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
@@ -645,8 +604,9 @@ class Dispatcher(Collector):
             if type(mark) in _OF_NO_SAMPLE and not involved and type(self.marks.get(output)) in _OF_SAMPLES:
                 self.marks.note_written(output)
 
-    def _note_hook(self, tensor: Tensor) -> None:
+    def _note_hook(self, call: TorchCall, result: Any) -> None:
         """Keep the gradient that comes behind a hook of the user's on a derived weight, to be compared."""
+        tensor = call.args[0]
         weight = self.marks.get(tensor)
         if not isinstance(weight, Weight) or weight.derivation is None:
             return
@@ -658,48 +618,6 @@ class Dispatcher(Collector):
                 weight.arrived = grad.detach().clone()
 
         on_arrival(tensor, arrive, self.fail)
-
-    def _derive(
-        self,
-        recipe: Recipe,
-        leaves: Sequence[Tensor],
-        marks: Sequence[Mark | None],
-        outputs: Sequence[Tensor],
-        random_state: Tensor | None = None,
-    ) -> None:
-        """Note how those of the outputs that are no argument were computed from weights alone."""
-        values: list[Any] = [*recipe.leaves]
-        versions: list[int | None] = [None] * len(values)
-        operands, names, outside = [], frozenset[str](), recipe.op in DATA_SOURCES
-        parents: dict[int, Weight] = {}
-        for place, leaf, mark in zip(recipe.places, leaves, marks, strict=True):
-            values[place] = without_data(leaf) if mark is _NOT_READ else self.keep(leaf)
-            versions[place] = version_of(values[place])
-            if type(mark) is Weight:
-                parents[place] = mark
-                names, outside = (names | mark.names if names else mark.names), outside or mark.outside
-                operands.append(leaf if mark.hidden else mark.tensor)  # (where it is one row)
-            elif mark is not _NOT_READ:
-                outside = outside or not self.marks.is_known(leaf)
-                operands.append(leaf)
-        where, given = user_place(), {*map(id, leaves)}
-        if recipe.inplace and 0 in parents and _can_be_made_again(parents[0]):
-            versions[0] = None
-        for position, output in enumerate(outputs):
-            if not output.requires_grad or (id(output) in given and not recipe.inplace):
-                continue
-            value = self.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
-            made = version_of(value)
-            derivation = Derivation(recipe, values, parents, position, value, made, where, versions, random_state)
-            weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
-            for parent in parents.values():
-                parent.children += 1
-            self.weights.append(weight)
-            self.marks[output] = weight
-            if memory := memory_of(output):
-                self.marks.of_weights.add(memory)
-            if output.grad_fn is not None:
-                self.nodes.watch(output.grad_fn, weight)
 
     def _mark_of(self, tensor: Tensor) -> Mark | None:
         """What a tensor means as an argument; a view of weights that was overwritten is read from its base again."""
@@ -729,7 +647,7 @@ class Dispatcher(Collector):
         places = places_in(base, view)
         if places is None:
             return False
-        before = base.detach() if _can_be_made_again(known) else base.detach().clone()
+        before = base.detach() if can_be_made_again(known) else base.detach().clone()
         involved = {id(view): part} | ({id(before): known} if isinstance(known, Weight) else {})
         if not isinstance(known, Weight):
             self.marks[before] = KNOWN if self.marks.is_known(base) else CONSTANT
@@ -768,7 +686,7 @@ class Dispatcher(Collector):
         """Note that a tensor is a function of weights; the last argument says where entries lie."""
         self.marks[args[-1]] = KNOWN
         recipe, leaves = recipe_of(op, function, (args, {}), inplace=op == "as_strided_scatter")
-        self._derive(recipe, leaves, _marks_of(leaves, args, involved), (output,))
+        derive(recipe, leaves, marks_of(leaves, args, involved), (output,), self)
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         self._note_function([tensor for tensor, _ in call.lost])
@@ -870,13 +788,7 @@ class Dispatcher(Collector):
         self.noted.clear()
         self.excuses.clear()
         self.others = {}  # (who answers them holds this one)
-        self._inner = None
-
-
-def _marks_of(leaves: Iterable[Tensor], data: Iterable[Tensor], marks: Mapping[int, Mark | None]) -> list[Any]:
-    """Those of tensors, by id; of some only the layout counts, which are no `data`."""
-    read = {*map(id, data)}
-    return [marks.get(id(leaf)) if id(leaf) in read else _NOT_READ for leaf in leaves]
+        self.last = None
 
 
 def _handed_on(weight: Weight, tensor: Tensor) -> str:
@@ -887,6 +799,20 @@ def _handed_on(weight: Weight, tensor: Tensor) -> str:
         "computes its forward again in the backward (use_reentrant=True), and what runs after the checkpoint uses it; "
         "use checkpoint(..., use_reentrant=False)"
     )
+
+
+def _outputs_of(call: TorchCall, result: Any) -> tuple[Tensor, ...]:
+    """The tensors that a call gave, but for weights and the like that `contiguous` and others return as they are."""
+    outputs = (result,) if type(result) is Tensor else (*tensors_in(call.args[0] if result is None else result),)
+    by_place, pairs = call.kind.pointwise, zip(call.tensors, call.marks, strict=True)
+    given = {id(tensor) for tensor, mark in pairs if not (by_place and isinstance(mark, BatchAxis))}
+    if call.writes or given.isdisjoint(map(id, outputs)):
+        return outputs
+    return tuple(output for output in outputs if id(output) not in given)
+
+
+def _note_nothing(call: TorchCall, result: Any) -> None:
+    """Of a call that has left all as it was."""
 
 
 def _is_inside(op: object, tensors: Sequence[Tensor]) -> bool:
@@ -933,10 +859,6 @@ def _is_of_copies(
     if isinstance(mark, Weight):
         return not mark.hidden and (mark.tensor.stride(dim) == 0 or source.size(dim) == 1)
     return has_equal_rows(source, dim)
-
-
-def _can_be_made_again(mark: Mark | None) -> bool:
-    return isinstance(mark, Weight) and mark.derivation is not None and not mark.hidden
 
 
 def _is_recorded(target: Tensor) -> bool:

@@ -8,7 +8,7 @@ autograd's hooks (and those of DistributedDataParallel) see it as any other. All
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,43 +16,76 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_persample.batch_axis.axis import BatchAxis
+from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
 from lightning_persample.gradients.precision import autocast_is_on, without_autocast
-from lightning_persample.rules import Rule
 from lightning_persample.rules.convolution import per_axis, resolve_padding
-from lightning_persample.torch_internals import calls_run_as_written, without_torch_function
+from lightning_persample.torch_internals import calls_run_as_written, version_counter, without_torch_function
 
-Sums: TypeAlias = "Mapping[str, Tensor]"
+Places: TypeAlias = "tuple[int, int, int | None]"
 Gradients: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 Wanted: TypeAlias = "tuple[bool, bool, bool]"
 
 _CONVOLUTIONS = {"conv1d": torch.conv1d, "conv2d": torch.conv2d, "conv3d": torch.conv3d}
 
 
-class FusedCall(ABC):
-    """One call that runs fused.
+class FusedCall:
+    """One call that has run fused, and the sums over the samples that its backward need not form.
 
     Args:
-        tensors: input, weight and bias, as autocast would have them.
+        form: how it runs.
 
     Attributes:
-        sums: given the output's gradient, notes what the samples contribute and returns those sums over the samples
-            that it has formed, by argument. None where nothing is to be separated; then autograd's own way is taken.
+        names: the names of its arguments that are weights.
     """
 
-    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        self._tensors: tuple[Tensor, Tensor, Tensor | None] | None = tensors
-        self.sums: Callable[[Tensor, bool], Sums] | None = None
+    def __init__(self, form: FusedForm) -> None:
+        self.form = form
+        self.names: Mapping[Weight, str] = {}
+        self._sums: tuple[Tensor, int, dict[str, Tensor]] | None = None
 
-    def run(self) -> Tensor:
-        """Make the call, once; the tensors are kept by autograd alone."""
-        tensors, self._tensors = self._tensors, None
-        assert tensors is not None
-        return self.call(*tensors)
+    def put(self, grad: Tensor | None, sums: Iterable[tuple[Weight, Tensor]]) -> None:
+        """Take the sums that were formed of this gradient of the output."""
+        if grad is not None:
+            self._sums = grad, version_counter(grad), {self.names[weight]: total for weight, total in sums}
+
+    def take(self, grad: Tensor) -> dict[str, Tensor]:
+        """The sums by argument; none where a hook of the user's has changed the gradient since."""
+        found, self._sums = self._sums, None
+        if found is None or found[0] is not grad or found[1] != version_counter(grad):
+            return {}
+        return found[2]
+
+
+class FusedForm(ABC):
+    """How calls of one signature run fused.
+
+    Args:
+        places: where input, weight and bias are among the tensors of the call.
+        dtype: what autocast makes of them, None where it is off.
+    """
+
+    def __init__(self, places: Places, dtype: torch.dtype | None) -> None:
+        self._places, self._dtype = places, dtype
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call may run so now."""
+        x = tensors[self._places[0]]
+        return self._dtype is _autocast_dtype(x) and calls_run_as_written()
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, FusedCall]:
+        """Make a call."""
+        call = FusedCall(self)
+        x, weight, bias = (None if place is None else tensors[place] for place in self._places)
+        if self._dtype is not None:  # as autocast would have them, with a history of their own
+            x, weight, bias = (None if each is None else each.to(self._dtype) for each in (x, weight, bias))
+        assert x is not None
+        assert weight is not None
+        return self.call(call, x, weight, bias), call
 
     @abstractmethod
-    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def call(self, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output as the op gives it; `_Fused` must not return a view, which an op in place could not follow."""
 
     @abstractmethod
@@ -68,9 +101,9 @@ class FusedCall(ABC):
         """The gradients of input, weight and bias, as autograd computes them and differentiable again."""
 
 
-class _Linear(FusedCall):
-    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows: Tensor = _Fused.apply(self, x.flatten(0, -2), weight, bias)
+class _Linear(FusedForm):
+    def call(self, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows: Tensor = _Fused.apply(call, x.flatten(0, -2), weight, bias)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -87,14 +120,14 @@ class _Linear(FusedCall):
         )
 
 
-class _Convolution(FusedCall):
-    def __init__(self, geometry: PatchGeometry, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        super().__init__(tensors)
+class _Convolution(FusedForm):
+    def __init__(self, places: Places, dtype: torch.dtype | None, geometry: PatchGeometry) -> None:
+        super().__init__(places, dtype)
         self._stride, self._dilation, self._groups = geometry.stride, geometry.dilation, geometry.groups
         self._padding = tuple(before for before, _ in geometry.padding)
 
-    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _Fused.apply(self, x, weight, bias)
+    def call(self, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Fused.apply(call, x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolution = _CONVOLUTIONS[f"conv{x.dim() - 2}d"]
@@ -118,68 +151,65 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call, ctx.dtypes = call, [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.kept(x, weight))
+        ctx.save_for_backward(*call.form.kept(x, weight))
         with without_autocast(x.device.type):  # (what it would cast has been cast)
-            return call.forward(x, weight, bias)
+            return call.form.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:  # as autograd does: what is not used gets no gradient, rather than zeros
             return None, None, None, None
-        call, (x, weight) = ctx.call, ctx.saved_tensors
-        again = torch.is_grad_enabled()  # the gradients will be differentiated themselves
-        sums = {} if call.sums is None else call.sums(grad, not again)
-        wanted = ctx.needs_input_grad[1:]
+        x, weight = ctx.saved_tensors
+        sums, wanted = ctx.call.take(grad), ctx.needs_input_grad[1:]
         missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
         with without_torch_function():
-            plain = call.backward(grad, x, weight, missing)
+            plain = ctx.call.form.backward(grad, x, weight, missing)
         found = (plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2]))
         return None, *(
             None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
         )
 
 
-def fused_call(
+def fused_form(
     op: object,
-    rule: Rule | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    place: Callable[[Tensor], object],
+    arguments: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    marks: Sequence[object],
     batch_size: int,
     always: bool,
-) -> FusedCall | None:
-    """The call in its fused form, or None where there is none or where it would cost more."""
-    if (op != "linear" and op not in _CONVOLUTIONS) or rule is None:
-        return None
-    arguments = rule.bind(args, kwargs)
-    if arguments is None or not calls_run_as_written():
+) -> FusedForm | None:
+    """How a call of these arguments runs fused; None where it cannot, or where it would cost more."""
+    if (op != "linear" and op not in _CONVOLUTIONS) or not calls_run_as_written():
         return None
     x, weight, bias = (arguments.get(name) for name in ("input", "weight", "bias"))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and _are_plain(x, weight, bias)):
         return None
-    axis = place(x)
+    ids = [*map(id, tensors)]
+    places = ids.index(id(x)), ids.index(id(weight)), None if bias is None else ids.index(id(bias))
+    axis, dtype = marks[places[0]], _autocast_dtype(x)
     if not isinstance(axis, BatchAxis) or axis.owner is not None:
         return None
     if weight.grad_fn is not None or not weight.requires_grad or (bias is not None and bias.grad_fn is not None):
         return None
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast_is_on(x.device.type) else None
     if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
         return None
     if dtype is None and not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         return None
-    likely = x.dtype if dtype is None else dtype
     if op == "linear":
-        if not _linear_fits(x, weight, bias, axis, batch_size) or not (
-            always or linear_is_fused(x.numel() // (batch_size * x.shape[-1]), *weight.shape)
-        ):
+        if not _linear_fits(x, weight, bias, axis, batch_size):
             return None
-        return _Linear(_cast(dtype, x, weight, bias))
+        pays = always or linear_is_fused(x.numel() // (batch_size * x.shape[-1]), *weight.shape)
+        return _Linear(places, dtype) if pays else None
     geometry = _geometry_of(arguments, x, weight, bias, axis)
     if geometry is None:
         return None
-    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, likely, x.device):
-        return None
-    return _Convolution(geometry, _cast(dtype, x, weight, bias))
+    likely, size = dtype or x.dtype, tuple(x.shape[1:])
+    pays = always or convolution_is_fused(size, weight.shape[0], geometry, likely, x.device)
+    return _Convolution(places, dtype, geometry) if pays else None
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    return torch.get_autocast_dtype(x.device.type) if autocast_is_on(x.device.type) else None
 
 
 def _are_plain(*tensors: Any) -> bool:
@@ -188,15 +218,6 @@ def _are_plain(*tensors: Any) -> bool:
         or (type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_floating_point())
         for tensor in tensors
     )
-
-
-def _cast(
-    dtype: torch.dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors as autocast would have them, with a history of their own."""
-    if dtype is None:
-        return x, weight, bias
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _linear_fits(x: Tensor, weight: Tensor, bias: Tensor | None, axis: BatchAxis, batch_size: int) -> bool:

@@ -36,7 +36,6 @@ from lightning_persample.capture.record import (
 )
 from lightning_persample.capture.values import (
     read_values,
-    samples_in_loss,
     samples_with_values,
     why_no_factor,
 )
@@ -566,8 +565,8 @@ class Capture:
             weight = watched.weights[name]
             if name in dispatcher.got_gradient and (weight.sq_norm is not None or weight.contributions):
                 reported.append(name)
-        in_loss = samples_in_loss(None if part is None else part.samples, weights)
-        samples, places = samples_with_values(dispatcher.samples, in_loss)
+        of_part = None if part is None else part.samples
+        in_loss, samples, places = samples_with_values(dispatcher.samples, of_part, weights)
         counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
         own = OwnScale(weights, counted, scale)
         own = own if samples is None else own.of_samples(samples)

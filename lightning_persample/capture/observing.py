@@ -242,10 +242,10 @@ class _WhileAnyIsInside:
         change: makes the change, and gives what takes it back.
     """
 
-    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, change: Callable[[], Callable[[], object]]) -> None:
         self._change, self._lock = change, threading.Lock()
         self._inside: set[object] = set()
-        self._take_back: Callable[[], None] | None = None
+        self._take_back: Callable[[], object] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -5,36 +5,35 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import Followed
+from lightning_persample.batch_axis.base import Followed, memory_of
 from lightning_persample.batch_axis.losses import (
     LEAVES_OUT,
     READ_BY_SAMPLE,
     depends_on_targets,
     every_target_counts,
-    target_of,
     unequal_targets,
 )
 from lightning_persample.batch_axis.observed import (
     Description,
     ObservedCall,
-    OwnBackward,
     is_own,
     tensors_in,
     user_place,
+    version_of,
     without_data,
 )
 from lightning_persample.batch_axis.ops import LOSSES
-from lightning_persample.capture.annotations import Mark, Marks
+from lightning_persample.capture.annotations import DATA_SOURCES, Kind, Mark, data_of
 from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.contributions import (
     ByRule,
@@ -46,6 +45,7 @@ from lightning_persample.capture.contributions import (
     placement_of,
 )
 from lightning_persample.capture.failure import attempt, guard, in_smaller_chunks, is_of_package, raise_again
+from lightning_persample.capture.fused import FusedCall, FusedForm
 from lightning_persample.capture.graph import (
     boundary,
     detached,
@@ -55,7 +55,14 @@ from lightning_persample.capture.graph import (
     on_gradient,
 )
 from lightning_persample.capture.pull_back import COMPARED, Made
-from lightning_persample.capture.weight import Computation, Contributions, Recipe, Weight
+from lightning_persample.capture.weight import (
+    Computation,
+    Contributions,
+    Derivation,
+    Recipe,
+    Weight,
+    in_one_row,
+)
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
@@ -112,119 +119,252 @@ class _Slots:
     programs: Programs | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+class TorchCall:
+    """A torch call before it runs.
+
+    Attributes:
+        function: what is called.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        kind: what is known of the function.
+        collector: whose marks are read.
+        tensors: those among the arguments whose values the results are made of, in order.
+        marks: the mark of each of them.
+        signature: what a plan is kept under: all that decides; None where more does than annotations, shapes and
+            other arguments.
+        writes: whether the call writes into a tensor that it is given.
+        fused: where it has run fused, what its backward takes the sums over the samples from.
+    """
+
+    __slots__ = (
+        "args", "collector", "function", "fused", "kind", "kwargs", "marks", "signature", "tensors", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        kind: Kind,
+        collector: Collector,
+    ) -> None:
+        if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
+            first, *names = kwargs
+            args, kwargs = (kwargs[first],), {name: kwargs[name] for name in names}
+        self.function, self.args, self.kwargs, self.kind, self.collector = function, args, kwargs, kind, collector
+        self.writes = kind.inplace or kind.moves or "out" in kwargs
+        self.signature: Hashable | None = None
+        self.fused: FusedCall | None = None
+        marks = collector.marks
+        if not kind.by_layout:
+            self.tensors = data_of(kind.op, args, kwargs)
+            self.marks = [marks.of_operand(tensor) for tensor in self.tensors]
+            return
+        tensors: list[Tensor] = []
+        found: list[Mark | None] = []
+        self.tensors, self.marks = tensors, found
+        fuse = collector.fuse and (collector.keep_structures,)
+        key: list[Hashable] = [function, collector.batch_size, fuse, torch.is_grad_enabled(), len(args), *kwargs]
+        numbers = [] if kind.pointwise else key  # (where samples lie in what is computed entry by entry, none decides)
+        is_key = "out" not in kwargs  # false where something among them may decide otherwise than by its layout
+        with_weights, owner = False, None
+        values: list[Any] = data_of(kind.op, args, kwargs) if kind.converts else [*args, *kwargs.values()]
+        entries, place = marks.entries, 0
+        while place < len(values):
+            value = values[place]
+            place += 1
+            cls: type = type(value)
+            key.append(cls)  # 1, 1.0 and True are equal, and not the same argument
+            if cls is Tensor or cls is nn.Parameter:
+                entry = entries.get(id(value))
+                mark = entry[1] if entry is not None and entry[0]() is value else None
+                if type(mark) is not BatchAxis and not (
+                    type(mark) is Weight and mark.derivation is None and value.requires_grad
+                ):
+                    mark = marks.of_operand(value)
+                tensors.append(value)
+                found.append(mark)
+                # Others than ordinary tensors are sparse, nested or wrapped by a torch.func transform.
+                is_plain = value.layout is _STRIDED and not value.is_nested and not is_wrapped_by_transform(value)
+                if not (is_key and is_plain):
+                    is_key = False
+                    continue
+                dtype, shape = value.dtype, value.shape
+                if type(mark) is BatchAxis:
+                    is_mixed, has_owner = mark.mixing is not None, mark.owner is not None
+                    key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner, is_mixed, has_owner)
+                    if has_owner:
+                        is_key, owner = kind.pointwise and (owner is None or owner is mark.owner), mark.owner
+                else:
+                    is_weight = type(mark) is Weight
+                    key += (shape, dtype, value.requires_grad, is_weight)
+                    with_weights = with_weights or is_weight
+                    is_variable = kind.pointwise and value.requires_grad and not is_weight  # see `note_variables`
+                    is_key = type(mark) is not Lost and not is_variable
+                if not (kind.pointwise or dtype.is_floating_point):  # can it stand for neither an axis nor a size?
+                    may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
+                    is_key = is_key and not may_be_index and value.numel() > 1
+            elif cls in COMPARED:
+                numbers.append(value or repr(value))  # (-0.0 is another number than 0.0)
+            elif isinstance(value, (tuple, list)):
+                key.append(len(value))
+                values[place:place] = value
+                is_key = is_key and cls in _NESTED
+            elif cls is slice:
+                bounds = value.start, value.stop, value.step
+                is_key = is_key and COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, no operand)
+                key += (*map(type, bounds), *bounds) if is_key else ()
+            else:
+                is_key = False
+                for tensor in tensors_in(value):
+                    tensors.append(tensor)
+                    found.append(marks.of_operand(tensor))
+        if kind.pointwise and not with_weights:
+            self.signature = tuple(key) if is_key else None
+            return
+        is_key = is_key and not kind.converts and (function not in _INDEXING or len(tensors) == 1)
+        if is_key and (len(tensors) == 1 or len(set(map(id, tensors))) == len(tensors)):
+            self.signature = tuple(key) if numbers is key else (*key, *numbers)
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What is known of a call before it runs.
+    """What was decided of a call, for all that have its signature.
 
     Attributes:
         rule: the op's rule when the plan was made.
         outputs: where the batch lies in each output.
         slots: where the rule finds weights and batch; None for a call without weights.
         mixes: whether the call computes with values of the whole batch, as its rule says.
-        loss: the op, where it is a loss; None for any other call.
-        place: the line of the user's on which that stands.
-        name: of the op, where the values of its targets say how the samples weigh; "" for any other call.
-        recipe: of a call with weights alone.
+        run: runs the call, where that is not the function itself.
+        is_sure: whether the signature has decided all; else `holds` is asked.
     """
 
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
     slots: _Slots | None
     mixes: bool = False
-    loss: object | None = None
-    place: tuple[str, int] | None = None
-    name: str = ""
-    recipe: Recipe | None = None
+    run: ClassVar[Callable[..., Any] | None] = None
+    is_sure: ClassVar[bool] = True
 
-    def holds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether what was decided of a loss is so of this one, too."""
-        if self.place in READ_BY_SAMPLE or self.place != user_place():
+    def holds(self, call: TorchCall) -> bool:
+        """Whether what was decided is so of this call, too."""
+        return True
+
+    def apply(self, call: TorchCall, result: Any) -> None:
+        """Mark the outputs, and let the backward report what the weights among the arguments get."""
+        collector = call.collector
+        collector.last = self, id(result)
+        outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
+        mixings, owner = [], None
+        for mark in call.marks:
+            if type(mark) is BatchAxis:
+                owner = mark.owner
+                if mark.mixing is not None:
+                    mixings.append(mark.mixing)
+        for output, axis in zip(outputs, self.outputs, strict=True):
+            if type(axis) is BatchAxis and (mixings or owner is not None):
+                axis = replace(axis, mixing=mixings[0] if mixings else None, owner=owner)
+            collector.marks.entries[id(output)] = weakref.ref(output), axis
+        if self.slots is None:
+            return
+        (output,) = outputs
+        base, hooked, readers = view_base(output), output, _READERS
+        if base is not None and base.requires_grad:  # see `hooked_tensor`
+            hooked, readers = base, [gradient_reader(output, base)]
+        report = PlannedReport(self.slots, output, readers, call)
+        if self.mixes:
+            mixings.insert(0, mixing_text(Description(*report.text)))
+            collector.marks[output] = self.outputs[0].mixed(mixings[0])  # type: ignore[union-attr]
+        for mixing in mixings if collector.batch_size > 1 else ():
+            collector.notes.add("mixing", mixing, outputs)
+        node, top = hooked.grad_fn, output.grad_fn
+        if node is None or top is None:
+            report.attach((hooked,))
+            return
+        report.place = hooked.output_nr
+        node.register_prehook(report.contribute)
+        stop = set()  # (last: no hook on the weights has to wait then) as `boundary`, without a call of a function
+        for tensor in call.tensors:
+            if tensor.grad_fn is not None:
+                stop.add(tensor.grad_fn)
+                if (base := view_base(tensor)) is not None and base.grad_fn is not None:
+                    stop.add(base.grad_fn)
+        collector.nodes.calls[node] = top, stop
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPlan(Plan):
+    """The same of a call whose backward forms the weight's gradient from those of the samples."""
+
+    form: FusedForm = field(kw_only=True)
+    is_sure: ClassVar[bool] = False
+
+    def holds(self, call: TorchCall) -> bool:
+        """Whether what was decided is so of this call, too."""
+        return self.form.fits(call.tensors)
+
+    def run(self, call: TorchCall) -> Tensor:
+        """Run the call."""
+        return run_fused(self.form, call)
+
+
+def run_fused(form: FusedForm, call: TorchCall) -> Tensor:
+    """Run a call so that its backward takes the sums that its report forms."""
+    result, call.fused = form.run(call.tensors)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class LossPlan(Plan):
+    """The same of a loss.
+
+    Attributes:
+        op: canonical op.
+        place: the line of the user's on which it stands.
+        name: of the op, where the values of its targets say how the samples weigh; "" where they do not.
+    """
+
+    op: object = field(kw_only=True)
+    place: tuple[str, int] | None = field(kw_only=True)
+    name: str = field(kw_only=True)
+    is_sure: ClassVar[bool] = False
+
+    def holds(self, call: TorchCall) -> bool:
+        """Whether what was decided is so of this call, too."""
+        if call.collector.compares_weights or self.place in READ_BY_SAMPLE or self.place != user_place():
             return False
-        if not self.name:
-            return True
-        target = target_of(args, kwargs)
-        if target.device.type in ASYNCHRONOUS:  # its values are on their way to the host when they are needed
-            return self.place not in LEAVES_OUT
-        return every_target_counts(self.loss, args, kwargs)
+        if self.name and call.tensors[1].device.type in ASYNCHRONOUS:
+            return self.place not in LEAVES_OUT  # the values are on their way to the host when they are needed
+        return not self.name or every_target_counts(self.op, call.args, call.kwargs)
+
+    def apply(self, call: TorchCall, result: Any) -> None:
+        """The same, and let the targets say, before there is a record, whether they weigh the samples unequally."""
+        super().apply(call, result)
+        (_, target), (_, axis), collector = call.tensors, call.marks, call.collector
+        is_asked = self.name and collector.corrections is not None and collector.batch_size > 1
+        if is_asked and isinstance(axis, BatchAxis) and target.device.type in ASYNCHRONOUS:
+            text = unequal_targets(call.args, call.kwargs, axis, collector.batch_size, self.name)
+            collector.notes.add_later("weighting", text, result)
 
 
-Sums: TypeAlias = list[tuple[Weight, Tensor]]
+@dataclass(frozen=True, eq=False)
+class DerivedPlan(Plan):
+    """The same of a call with weights alone, which makes derived weights."""
+
+    recipe: Recipe = field(kw_only=True)
+
+    def apply(self, call: TorchCall, result: Any) -> None:
+        """Note how the outputs were computed."""
+        outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
+        call.collector.nodes.watch_inside(outputs, boundary(call.tensors))
+        derive(self.recipe, call.tensors, call.marks, outputs, call.collector)
+
+
 Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 PLANS: dict[Hashable, Plan] = {}
-"""What was decided, by the key of `read_call`."""
-
-
-def read_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], marks: Marks, batch_size: int
-) -> tuple[list[Tensor], list[Mark | None], Hashable | None]:
-    """The tensors among the arguments with their marks, and the key under which what is decided may be remembered."""
-    tensors: list[Tensor] = []
-    found: list[Mark | None] = []
-    key: list[Hashable] = [function, batch_size, torch.is_grad_enabled(), len(args)]
-    is_key = "out" not in kwargs  # false where something among them may decide otherwise than by its layout
-    values = [*args]
-    for name, value in kwargs.items():
-        values += (name, value)
-    entries, place = marks.entries, 0
-    while place < len(values):
-        value = values[place]
-        place += 1
-        kind: type = type(value)
-        key.append(kind)  # 1, 1.0 and True are equal, and not the same argument
-        if kind is Tensor or kind is nn.Parameter:
-            entry = entries.get(id(value))
-            mark = entry[1] if entry is not None and entry[0]() is value else None
-            is_parameter = type(mark) is Weight and mark.derivation is None and value.requires_grad
-            if type(mark) is not BatchAxis and not is_parameter:
-                mark = marks.of_operand(value)
-            tensors.append(value)
-            found.append(mark)
-            # Others than ordinary tensors are sparse, nested or wrapped by a torch.func transform.
-            is_plain = value.layout is _STRIDED and not value.is_nested and not is_wrapped_by_transform(value)
-            if not (is_key and is_plain):
-                is_key = False
-                continue
-            dtype, shape = value.dtype, value.shape
-            if type(mark) is BatchAxis:
-                is_key = mark.owner is None
-                is_mixed = mark.mixing is not None
-                key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner, is_mixed)
-            else:
-                is_key = not isinstance(mark, Lost)
-                key += (shape, dtype, value.requires_grad, isinstance(mark, Weight))
-            if not dtype.is_floating_point:  # can it stand for neither an axis nor a size?
-                may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
-                is_key = is_key and not may_be_index and value.numel() > 1
-        elif kind in COMPARED:
-            key.append(value or repr(value))  # (-0.0 is another number than 0.0)
-        elif isinstance(value, (tuple, list)):
-            key.append(len(value))
-            values[place:place] = value
-            is_key = is_key and kind in _NESTED
-        elif kind is slice:
-            bounds = value.start, value.stop, value.step
-            is_key = is_key and COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, and no operand)
-            key += (*map(type, bounds), *bounds) if is_key else ()
-        else:
-            is_key = False
-            for tensor in tensors_in(value):
-                tensors.append(tensor)
-                found.append(marks.of_operand(tensor))
-    if not is_key or (len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors))):
-        return tensors, found, None
-    return tensors, found, tuple(key)
-
-
-def read_targets(
-    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor, collector: Collector
-) -> None:
-    """Let the targets of a loss say, before there is a record, whether they weigh the samples unequally."""
-    target = target_of(args, kwargs)
-    axis = collector.marks.of_operand(target)
-    if isinstance(axis, BatchAxis) and target.device.type in ASYNCHRONOUS and collector.batch_size > 1:
-        text = unequal_targets(args, kwargs, axis, collector.batch_size, plan.name)
-        collector.notes.add_later("weighting", text, output)
+"""What was decided, by the signature of a call."""
 
 
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
@@ -243,18 +383,37 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     axes = tuple(axis for axis in followed.outputs if isinstance(axis, (BatchAxis, Lost) if is_loss else BatchAxis))
     if len(axes) != len(call.outputs):
         return
-    axes = tuple(replace(axis, shares=None, weights=None) if isinstance(axis, Lost) else axis for axis in axes)
-    if any(axis.owner is not None or axis.mixing != mixing for axis in axes if isinstance(axis, BatchAxis)):
+    owner = call.located[0][1].owner if call.located else None
+    if any(axis.owner is not owner for _, axis in call.located):
         return
-    axes = tuple(axis.mixed(None) if isinstance(axis, BatchAxis) else axis for axis in axes)
+    if any(axis.owner is not owner or axis.mixing != mixing for axis in axes if isinstance(axis, BatchAxis)):
+        return
+    axes = tuple(
+        replace(axis, mixing=None, owner=None)
+        if isinstance(axis, BatchAxis)
+        else replace(axis, shares=None, weights=None)
+        for axis in axes
+    )
     may_mix = rule is not None and rule.mixes_samples is not None
     if may_mix and (use is None or rule is None or not is_of_package(rule.function)):  # (another may look at values)
         return
-    if call.written and not (may_mix and not call.inplace and _are_of_no_sample(call)):
+    if call.inplace:
+        before, after = call.operands[0].axis, followed.outputs[0]
+        if use is not None or not (isinstance(before, BatchAxis) and isinstance(after, BatchAxis)):
+            return
+        if not after.is_same(before):  # (other tensors on its memory have other samples now, too)
+            return
+    elif call.written and not (may_mix and _are_of_no_sample(call)):
         return
     if use is not None:
         plain = use.rule is rule is not None and not (rule.several_outputs or rule.reads_output or rule.draws)
-        if not plain or len(axes) != 1 or use.not_additive is not None or use.reason_against() is not None:
+        if (
+            not plain
+            or owner is not None
+            or len(axes) != 1
+            or use.not_additive is not None
+            or use.reason_against() is not None
+        ):
             return
     slots = None
     if use is not None and rule is not None:
@@ -264,8 +423,14 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
             return
         slots = replace(slots, written=tuple(n for n, tensor in enumerate(tensors) if id(tensor) in call.written))
     mixes = use is not None and use.mixing is not None and call.batch_size > 1
-    name = call.name if is_loss and depends_on_targets(call) else ""
-    keep_plan(call.layout, Plan(rule, axes, slots, mixes, *((call.op, user_place(), name) if is_loss else ())))
+    if is_loss:
+        name = call.name if depends_on_targets(call) else ""
+        plan: Plan = LossPlan(rule, axes, slots, mixes, op=call.op, place=user_place(), name=name)
+    elif call.fused is not None:
+        plan = FusedPlan(rule, axes, slots, mixes, form=call.fused.form)
+    else:
+        plan = Plan(rule, axes, slots, mixes)
+    _keep(call.layout, plan)
 
 
 def _are_of_no_sample(call: ObservedCall) -> bool:
@@ -277,25 +442,26 @@ def _are_of_no_sample(call: ObservedCall) -> bool:
     )
 
 
-def remember_as(
-    layout: Hashable, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> None:
-    """Keep a plan under the key of a function that makes the call alone that the plan is of."""
-    if plan.slots is not None:
-        if plan.slots.written:
-            return
-        slots = _slots_of(plan.slots.placement, args, kwargs, tensors)
-        if slots is None:
-            return
-        plan = replace(plan, slots=slots)
-    keep_plan(layout, plan)
+def remember_as(call: TorchCall, plan: Plan) -> None:
+    """Keep a plan under the signature of a function that makes the call alone that the plan is of."""
+    if plan.slots is None:  # (of several calls that compute entry by entry the last one says it of all)
+        _keep(call.signature, replace(plan, rule=rule_of(call.kind.makes)))
+        return
+    slots = _slots_of(plan.slots.placement, call.args, call.kwargs, call.tensors)
+    if slots is not None and not (plan.slots.written or call.kind.pointwise):
+        _keep(call.signature, replace(plan, slots=slots))
 
 
-def keep_plan(layout: Hashable, plan: Plan) -> None:
-    """Keep what was decided of a call."""
+def remember_recipe(call: TorchCall, recipe: Recipe) -> None:
+    """Keep how a call with weights alone makes derived ones, where all that are alike do so."""
+    if recipe.is_kept:
+        _keep(call.signature, DerivedPlan(rule_of(call.kind.makes), (), None, recipe=recipe))
+
+
+def _keep(signature: Hashable, plan: Plan) -> None:
     if len(PLANS) >= _MOST:
         PLANS.clear()
-    PLANS[layout] = plan
+    PLANS[signature] = plan
 
 
 def _slots_of(
@@ -323,57 +489,62 @@ def _slots_of(
     return _Slots(placement, names, values, shapes_of, owners, others, has_lists, op, shapes, (), programs)
 
 
-def replay(
-    plan: Plan,
-    result: Any,
-    tensors: Sequence[Tensor],
+def derive(
+    recipe: Recipe,
+    leaves: Sequence[Tensor],
     marks: Sequence[Mark | None],
-    fused: OwnBackward | None,
+    outputs: Sequence[Tensor],
     collector: Collector,
+    random_state: Tensor | None = None,
 ) -> None:
-    """Mark the outputs, and let the backward report what the weights among the arguments get."""
-    entries, outputs = collector.marks.entries, (result,) if type(result) is Tensor else result
-    if type(outputs) is not tuple:
-        outputs = tuple(tensors_in(outputs))
-    mixings = []
-    for mark in marks:
-        if type(mark) is BatchAxis and mark.mixing is not None:
-            mixings.append(mark.mixing)
-    for output, axis in zip(outputs, plan.outputs, strict=True):
-        if mixings and type(axis) is BatchAxis:
-            axis = axis.mixed(mixings[0])
-        entries[id(output)] = weakref.ref(output), axis
-    slots = plan.slots
-    if slots is None:
-        return
-    (output,) = outputs
-    base, hooked, readers = view_base(output), output, _READERS
-    if base is not None and base.requires_grad:  # see `hooked_tensor`
-        hooked, readers = base, [gradient_reader(output, base)]
-    report = PlannedReport(slots, output, readers, tensors, marks, collector)
-    if plan.mixes:
-        mixings.insert(0, mixing_text(Description(*report.text)))
-        collector.marks[output] = plan.outputs[0].mixed(mixings[0])  # type: ignore[union-attr]
-    for mixing in mixings if collector.batch_size > 1 else ():
-        collector.notes.add("mixing", mixing, outputs)
-    node, top = hooked.grad_fn, output.grad_fn
-    if fused is not None:
-        report_sums(report, {marks[place]: name for name, place in slots.owners}, fused)  # type: ignore[misc]
-    elif node is None:
-        report.attach((hooked,))
-    else:
-        report.place = hooked.output_nr
-        node.register_prehook(report.contribute)
-    if node is not None and top is not None:  # (last: no hook on the weights has to wait then)
-        stop = set()  # as `boundary`, without a call of a Python function
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                stop.add(tensor.grad_fn)
-                if (base := view_base(tensor)) is not None and base.grad_fn is not None:
-                    stop.add(base.grad_fn)
-        collector.nodes.calls[node] = top, stop
+    """Note how those of the outputs that are no argument were computed from weights alone."""
+    values: list[Any] = [*recipe.leaves]
+    versions: list[int | None] = [None] * len(values)
+    operands, names, outside = [], frozenset[str](), recipe.op in DATA_SOURCES
+    parents: dict[int, Weight] = {}
+    for place, leaf, mark in zip(recipe.places, leaves, marks, strict=True):
+        values[place] = without_data(leaf) if mark is _NOT_READ else collector.keep(leaf)
+        versions[place] = version_of(values[place])
+        if type(mark) is Weight:
+            parents[place] = mark
+            names, outside = (names | mark.names if names else mark.names), outside or mark.outside
+            operands.append(leaf if mark.hidden else mark.tensor)  # (where it is one row)
+        elif mark is not _NOT_READ:
+            outside = outside or not collector.marks.is_known(leaf)
+            operands.append(leaf)
+    where, given = user_place(), {*map(id, leaves)}
+    if recipe.inplace and 0 in parents and can_be_made_again(parents[0]):
+        versions[0] = None
+    for position, output in enumerate(outputs):
+        if not output.requires_grad or (id(output) in given and not recipe.inplace):
+            continue
+        value = collector.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
+        made = version_of(value)
+        derivation = Derivation(recipe, values, parents, position, value, made, where, versions, random_state)
+        weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
+        for parent in parents.values():
+            parent.children += 1
+        collector.weights.append(weight)
+        collector.marks[output] = weight
+        if memory := memory_of(output):
+            collector.marks.of_weights.add(memory)
+        if output.grad_fn is not None:
+            collector.nodes.watch(output.grad_fn, weight)
 
 
+def marks_of(leaves: Iterable[Tensor], data: Iterable[Tensor], marks: Mapping[int, Mark | None]) -> list[Any]:
+    """Those of tensors, by id; of some only the layout counts, which are no `data`."""
+    read = {*map(id, data)}
+    return [marks.get(id(leaf)) if id(leaf) in read else _NOT_READ for leaf in leaves]
+
+
+def can_be_made_again(mark: Mark | None) -> bool:
+    """Whether the value of a derived weight is computed again where it is needed."""
+    return isinstance(mark, Weight) and mark.derivation is not None and not mark.hidden
+
+
+_NOT_READ: Any = object()  # in place of the mark of a tensor of which only the layout counts
+_Norms: TypeAlias = Callable[[Computation], Sequence[Tensor]]
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
@@ -394,9 +565,12 @@ class Report:
     Attributes:
         text: as given.
         place: which of the gradients of a node is read, where its hook is called with all of them.
+        fused: takes the sums over the samples, where the call's backward does not form them itself.
     """
 
-    __slots__ = ("_collector", "_handle", "_keeps_values", "_needs", "_readers", "_weights", "place", "text")
+    __slots__ = (
+        "_collector", "_handle", "_keeps_values", "_needs", "_readers", "_weights", "fused", "place", "text",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -411,6 +585,7 @@ class Report:
         self._needs: Any = compute  # what contributions are computed from; None once it was let go
         self._keeps_values = keeps_values
         self.place: int | None = None
+        self.fused: FusedCall | None = None
 
     def attach(self, hooked: Sequence[Tensor]) -> None:
         """Wait for the gradients of the outputs, given the tensors whose hooks report them."""
@@ -436,15 +611,15 @@ class Report:
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
         raise UnsupportedError(f"{Description(*self.text)}: {_FREED}")
 
-    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> Sums | None:
-        """Note what the samples contribute; -> the sums over the samples that were wanted and formed, if any."""
+    def contribute(self, grads: Sequence[Tensor | None]) -> None:
+        """Note what the samples contribute."""
         collector, weights = self._collector, self._weights
         if self.place is not None:
             grads = (grads[self.place],)
             if grads[0] is None:
-                return None
+                return
         if not collector.accepting:
-            return None
+            return
         for weight in weights:
             if weight.reports:  # no hook on it has to wait for its gradient
                 for name in weight.names:
@@ -452,26 +627,29 @@ class Report:
         if collector.refused and all(weight.names <= collector.refused.keys() for weight in weights):
             if collector.frees:
                 self._needs = None
-            return None
+            return
         options = collector.kernel_options
         with without_torch_function():
             is_apart = torch.is_grad_enabled() or any_autocast_is_on()  # in a backward that creates a graph, say
             if not is_apart and options.max_memory is None:
-                return self._collect(grads, wants_sums) or None
+                self._collect(grads, self.fused)
+                return
             # On CUDA this is another thread, in which no options are in force.
             kind = next(grad.device.type for grad in grads if grad is not None)
+            fused = None if torch.is_grad_enabled() else self.fused
             with kernel_options(options), torch.no_grad(), without_autocast(kind):
-                return self._collect(grads, wants_sums) or None
+                self._collect(grads, fused)
 
-    def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> Sums:
+    def _collect(self, grads: Sequence[Tensor | None], fused: FusedCall | None) -> None:
         collector, compute = self._collector, self._computation()
         read = [None if g is None else reader(g) for g, reader in zip(grads, self._readers, strict=True)]
-        sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
+        sums = collector.collect(in_smaller_chunks(partial(compute, read)), fused is not None)
+        if fused is not None:
+            fused.put(grads[0], sums)
         if collector.kept:
             collector.note_call(self._weights, compute, read)
         if collector.frees and self._keeps_values:
             self._needs = None
-        return sums
 
     def failed(self, error: Exception) -> None:
         """Say why there are no contributions."""
@@ -499,23 +677,21 @@ class PlannedReport(Report):
         slots: _Slots,
         output: Tensor,
         readers: Sequence[Callable[[Tensor], Tensor]],
-        tensors: Sequence[Tensor],
-        marks: Sequence[Mark | None],
-        collector: Collector,
+        call: TorchCall,
     ) -> None:
-        placement = slots.placement
-        self._slots, self._collector, self._readers, self.place = slots, collector, readers, None
+        placement, tensors, self.fused = slots.placement, call.tensors, call.fused
+        self._slots, self._collector, self._readers, self.place = slots, call.collector, readers, None
         self._keeps_values = bool(placement.rule.reads)
         self._owners: dict[str, Weight] = {}
         names: list[str] = []
         for name, place in slots.owners:
-            weight: Any = marks[place]
+            weight: Any = call.marks[place]
             self._owners[name] = weight
             names += weight.names
             weight.uses += 1
-        self._weights = [*self._owners.values()]
-        if len(names) > 1:
-            self._weights = list(dict.fromkeys(self._weights))  # (a sharded one may come in two tensors)
+        self._weights = list(dict.fromkeys(self._owners.values()))  # (a sharded one may come in two tensors)
+        if self.fused is not None:
+            self.fused.names = {weight: name for name, weight in self._owners.items()}
         written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
         kept, versions = [], []
         for place, is_read, is_laid in slots.values:  # as `keep_value`, without a call
@@ -541,13 +717,12 @@ class PlannedReport(Report):
         others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
         return ByRule(slots.placement, tensors, others, self._owners, self.text, versions, saved)
 
-    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> Sums | None:
-        """The same, guarded."""
+    def contribute(self, grads: Sequence[Tensor | None]) -> None:
+        """The same, by a program where there is one, and guarded."""
+        collector, weights, programs, needs = self._collector, self._weights, self._slots.programs, self._needs
+        grad, made, results = grads[self.place or 0], None, None
         try:
             with without_torch_function():
-                collector, weights, programs = self._collector, self._weights, self._slots.programs
-                grad, needs, results = grads[self.place or 0], self._needs, None
-                made: Made | None = None
                 if (
                     type(grad) is Tensor
                     and needs is not None
@@ -560,25 +735,24 @@ class PlannedReport(Report):
                     and (collector.takes_norms_of(weights) or (made := collector.made_for(weights)) is not None)
                 ):
                     kept, versions, saved = needs
-                    if grad.requires_grad:
-                        grad = grad.detach()
-                    given, kind = (*kept, *saved.values(), grad), None
-                    are_unchanged = True
+                    grad = grad.detach() if grad.requires_grad else grad
+                    given, kind, are_unchanged = (*kept, *saved.values(), grad), None, True
                     if made is not None:
                         of_weights, kind = made.tensors(), made.kind
                         are_unchanged, given = of_weights is not None, (*given, *(of_weights or ()))
-                    limit = collector.kernel_options.max_memory
-                    key = (wants_sums, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
                     for tensor, version in versions:
                         are_unchanged = are_unchanged and version_counter(tensor) == version
-                    program = programs.get(key) if are_unchanged else "none"
+                    limit, is_fused = collector.kernel_options.max_memory, self.fused is not None
+                    key = (is_fused, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
+                    program, norms = programs.get(key) if are_unchanged else "none", partial(self._norms, grad, made)
+                    targets = weights if made is None else made.parameters
                     try:
                         if program is None:
-                            results = self._record(key, given, grad, wants_sums, made)
+                            results = self._record(key, given, norms)
                         elif program != "none":
                             results, checks = program.run(given)
                             if checks:
-                                results = self._checked(results, checks, given, grad, wants_sums, made)
+                                results = self._checked(results, checks, given, norms, targets)
                     except torch.OutOfMemoryError:  # smaller chunks take less
                         results = None
                     except UnsupportedError:  # how weights are made: the reason is found where each is pulled back
@@ -586,31 +760,30 @@ class PlannedReport(Report):
                             raise
                         results = None
                 if results is None:
-                    return super().contribute(grads, wants_sums)
+                    super().contribute(grads)
+                    return
                 for weight in weights:
                     if weight.reports:  # as in `Report.contribute`
                         for name in weight.names:
                             collector.got_gradient[name] = None
-                targets = weights if made is None else made.parameters
                 for weight, sq_norm in zip(targets, results, strict=False):
                     weight.sq_norm = sq_norm
+                if self.fused is not None:
+                    self.fused.put(grad, zip(targets, results[len(targets) :], strict=True))
                 if collector.frees and self._keeps_values:
                     self._needs = None  # autograd lets its saved tensors go now, too
-                return [*zip(targets, results[len(targets) :], strict=False)] or None
+                return
         except Exception as error:  # not by `guard`, which takes another call
             failure = error
         try:
-            return attempt(raise_again, self.failed, failure)
+            attempt(raise_again, self.failed, failure)
         finally:
             del failure  # its traceback holds this frame
 
-    def _record(
-        self, key: Hashable, given: tuple[Tensor, ...], grad: Tensor, wants_sums: bool, made: Made | None
-    ) -> Sequence[Tensor]:
-        """The squared norms (B,) for each weight, or parameter that it is made of, and the sums that are wanted."""
+    def _record(self, key: Hashable, given: tuple[Tensor, ...], norms: _Norms) -> Sequence[Tensor]:
+        """What `_norms` gives, and the program that gives it for tensors laid out alike."""
         programs = self._slots.programs
-        compute = partial(self._compute_norms, self._computation(), grad, wants_sums, made)
-        results, recorded = record(compute, given)
+        results, recorded = record(partial(norms, self._computation()), given)
         if programs is not None and recorded != "not now":
             if len(programs) >= _MOST_PROGRAMS:
                 programs.clear()
@@ -622,12 +795,11 @@ class PlannedReport(Report):
         results: Sequence[Tensor],
         checks: Sequence[tuple[Tensor, float]],
         given: tuple[Tensor, ...],
-        grad: Tensor,
-        wants_sums: bool,
-        made: Made | None,
+        norms: _Norms,
+        targets: Sequence[Weight],
     ) -> Sequence[Tensor] | None:
         """What a program gave, where rounding errors do not show in it; None, or corrected later, where they do."""
-        if grad.device.type not in ASYNCHRONOUS:
+        if checks[0][0].device.type not in ASYNCHRONOUS:
             for number, least in checks:
                 if not float(number) >= least:
                     return None
@@ -635,17 +807,16 @@ class PlannedReport(Report):
         kept, versions, _ = self._needs
         later = Later([*(tensor for tensor, _ in versions), *given[len(kept) :]])
         numbers = [(on_its_way(number), least) for number, least in checks]
-        compute = partial(self._compute_norms, self._computation(), grad, wants_sums, made)
-        later.corrections.append(partial(_correct, later, numbers, results, compute))
-        self._collector.correct_later(self._weights if made is None else made.parameters, later)
+        later.corrections.append(partial(_correct, later, numbers, results, partial(norms, self._computation())))
+        self._collector.correct_later([*targets], later)
         return results
 
-    def _compute_norms(self, compute: Computation, grad: Tensor, wants_sums: bool, made: Made | None) -> list[Tensor]:
-        """What a program is made of."""
+    def _norms(self, grad: Tensor, made: Made | None, compute: Computation) -> list[Tensor]:
+        """The squared norms (B,) of each weight, or parameter that it is made of, and the sums if these are taken."""
         with kernel_options(self._collector.kernel_options):
             contributions = compute((self._readers[0](grad),))
             gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
-            if not wants_sums:
+            if self.fused is None:
                 return sq_norms(gradients)
             squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
             return [*squares, *sums]
@@ -655,7 +826,7 @@ def _correct(
     later: Later,
     checks: Sequence[tuple[Callable[[], Tensor], float]],
     results: Sequence[Tensor],
-    compute: Callable[[], list[Tensor]],
+    compute: Callable[[], Sequence[Tensor]],
 ) -> None:
     """Compute norms in another way where rounding errors may show in those of a program."""
     if not all(float(number()) >= least for number, least in checks):
@@ -676,29 +847,16 @@ def attach(use: Use, collector: Collector) -> None:
     readers = [gradient_reader(output, base) for output, base in zip(outputs, hooked, strict=True)]
     keeps_values = use.rule is None or bool(use.rule.reads)
     report = Report(collector, readers, weights, computation(use), use.description, keeps_values)
-    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
-    if use.call.fused is None:
-        report.attach(hooked)
-    else:
-        report_sums(report, names, use.call.fused)
+    fused = use.call.fused
+    if fused is not None and use.rule is not None:
+        fused.names = {use.weights[id(each)]: name for name, each in use.arguments.items() if id(each) in use.weights}
+        report.fused = fused
+    report.attach(hooked)
     writes = use.call.inplace or bool(use.call.written)
     if use.rule is not None and len(outputs) == len(use.call.outputs) == 1 and not writes:
         node, top = hooked[0].grad_fn, outputs[0].grad_fn
         if node is not None and top is not None:
             collector.nodes.calls[node] = top, boundary(operand.tensor for operand in use.call.operands)
-
-
-def report_sums(report: Report, names: Mapping[Weight, str], fused: OwnBackward) -> None:
-    """Let the backward of a call that runs fused report, and take the sums that this forms."""
-
-    def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names)) or ()}
-
-    def none(error: Exception) -> dict[str, Tensor]:
-        report.failed(error)
-        return {}
-
-    fused.sums = guard(sums_by_name, none)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, collector: Collector) -> None:

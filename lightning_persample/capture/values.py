@@ -103,23 +103,21 @@ def read_values(
     return values
 
 
-def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[int] | None:
-    """The places of the samples with a part in the loss: a sample of weight 0 has none; None is all."""
-    if not isinstance(weights, Tensor) or bool((weights != 0).all()):
-        return of_part
-    some: list[int] = (weights != 0).nonzero().flatten().tolist()
-    return some if of_part is None else sorted(set(some) & set(of_part))
-
-
-def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which samples have values, where some are followed alone and some alone have a part in the loss."""
+def samples_with_values(
+    followed: Tensor | None, of_part: Sequence[int] | None, weights: object
+) -> tuple[Sequence[int] | None, Tensor | None, Tensor | None]:
+    """Which samples have a part in the loss, which of these have values, and where these are among those followed."""
+    in_loss = of_part
+    if isinstance(weights, Tensor) and not bool((weights != 0).all()):  # a sample of weight 0 has none
+        some: list[int] = (weights != 0).nonzero().flatten().tolist()
+        in_loss = some if of_part is None else sorted(set(some) & set(of_part))
     if in_loss is None:
-        return followed, None
+        return None, followed, None
     own = torch.tensor(in_loss, dtype=torch.int64)
     if followed is None:
-        return own, own
+        return in_loss, own, own
     places = torch.isin(followed.cpu(), own).nonzero().flatten()
-    return followed.cpu()[places], places
+    return in_loss, followed.cpu()[places], places
 
 
 def why_no_factor(

@@ -90,7 +90,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     annotations.kind_of,
     dataset.Dataset.check,
     dataset.Dataset.open,
-    plan.read_call,
+    plan.TorchCall.__init__,
     annotations.Marks.of_operand,
     mode.Capture.attach_loss,
     mode.Capture.close,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_persample import Outer, mark_samples, register_rule
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
 from lightning_persample.capture import plan
-from lightning_persample.capture.annotations import Marks
+from lightning_persample.capture.annotations import kind_of
+from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.mode import expanded_weights
-from lightning_persample.capture.plan import read_call
 from tests.capture.model_cases import mean_of_squares
 from tests.capture.reference import assert_exact, capture, loop, record_of
 
@@ -279,11 +279,12 @@ NO_KEY: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 def key_of(function: Any, args: Any, kwargs: Any, tensors: Any, marks: Any, batch_size: int) -> Any:
-    known = Marks(batch_size)
+    collector = Collector({}, batch_size)
+    known = collector.marks
     for tensor, mark in zip(tensors, marks, strict=True):
         if mark is not None:
             known[tensor] = mark
-    return read_call(function, args, kwargs, known, batch_size)[2]
+    return plan.TorchCall(function, args, kwargs, kind_of(function), collector).signature
 
 
 @pytest.mark.parametrize("name", NO_KEY)

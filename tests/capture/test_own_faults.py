@@ -69,7 +69,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     observing.is_composite,
     mode.Capture._see_calls,
     collector.WatchedNodes.__init__,
-    dispatch.Dispatcher._derive,
+    plan.derive,
     dispatch.Dispatcher._note,
     dispatch.Dispatcher._with_batch,
     dispatch.Dispatcher.check_reduction,
@@ -80,8 +80,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     graph.edges_between,
     annotations.in_parts,
     annotations.kind_of,
-    plan.read_call,
-    annotations.Marks.axis_of_all,
+    plan.TorchCall.__init__,
     annotations.Marks.get,
     annotations.Marks.of_operand,
     annotations.Marks.set_result,
@@ -156,8 +155,8 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
 @pytest.mark.parametrize(
     "function",
     [
-        plan.Plan.holds,
-        plan.replay,
+        plan.LossPlan.holds,
+        plan.Plan.apply,
         plan.PlannedReport.__init__,
         program.Program.run,
         collector.Collector.takes_norms_of,
@@ -180,7 +179,9 @@ def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable
     assert "broken inside; this is a fault of lightning_persample (" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("function", [plan.read_call, plan.Report.attach, values.read_values, annotations.kind_of])
+@pytest.mark.parametrize(
+    "function", [plan.TorchCall.__init__, plan.Report.attach, values.read_values, annotations.kind_of]
+)
 def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
     record, _ = observed_step(function, "KeyError", ("sq_norm",))
     assert record.coverage == 0
@@ -191,7 +192,7 @@ def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [dispatch.Dispatcher.fail_at, failure.fault_of])
 def test_a_fault_in_the_note_of_a_fault_ends_the_capture_and_no_training(function: Callable[..., Any]) -> None:
     with broken(function):
-        record, said = observed_step(plan.read_call, "KeyError", ("sq_norm",))
+        record, said = observed_step(plan.TorchCall.__init__, "KeyError", ("sq_norm",))
     assert len(said) == 1
     assert FAULT in said[0]
     assert record.coverage == 0
@@ -201,7 +202,7 @@ def test_a_fault_is_an_error_where_the_user_asked_for_it() -> None:
     module, x = Network(), torch.randn(B, 5)
     text = r"following `linear` at test_own_faults\.py:\d+ failed with RuntimeError: broken inside; this is a fault of"
     with (
-        broken(plan.read_call),
+        broken(plan.TorchCall.__init__),
         pytest.raises(UnsupportedError, match=text),
         expanded_weights(module, (x,), unsupported="error"),
     ):
