@@ -235,9 +235,8 @@ class Marks:
             current = mark.derivation is None or mark.is_current(tensor)
             return (mark if current else REWRITTEN) if tensor.requires_grad else None
         unmarked = mark is None or kind is Constant
-        if unmarked and self._written and is_plain(tensor):
-            shared = tensor.untyped_storage().data_ptr() in self._written
-            mark = self._read_from_base(tensor) if shared else mark
+        if unmarked and self._written and memory_of(tensor) in self._written:
+            mark = self._read_from_base(tensor)
         if mark is None and (self._transformed or is_wrapped_by_transform(tensor)):
             mark = self._through_transform(tensor)
         if mark is None and has_history(tensor) and tensor.grad_fn is not None:
@@ -413,8 +412,8 @@ class Marks:
 
     def note_written(self, tensor: Tensor) -> None:
         """The batch was written into a tensor: other views of its memory now hold the batch, too."""
-        storage = tensor.untyped_storage()
-        self._written[storage.data_ptr()] = storage
+        if memory := memory_of(tensor):  # (tensors without entries all begin at 0)
+            self._written[memory] = tensor.untyped_storage()
 
     def note_rewritten(self, target: Tensor, before: Mark | None) -> None:
         """After a write that gave a tensor other samples than `before`, so have its base and all on its memory."""

@@ -558,7 +558,8 @@ class Dispatcher(Collector):
         for target in tensors_in(call.kwargs["out"]) if "out" in call.kwargs else call.args[:1]:
             if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
                 memory = memory_of(target)
-                self.writes[memory] = version_of(target), call.function.__name__, user_place()
+                if memory:  # (tensors without entries all begin at 0)
+                    self.writes[memory] = version_of(target), call.function.__name__, user_place()
                 if memory in self.marks.of_weights and not _is_recorded(target):
                     sources = [tensor for tensor in operands_of(call.args, call.kwargs) if tensor is not target]
                     self._note_hidden(call.kind.op, target, sources)

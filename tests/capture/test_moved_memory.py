@@ -229,3 +229,16 @@ def test_a_batch_that_was_written_into_a_tensor_beside_a_transform():
         return through(m, m.a(x) + torch.func.vmap(lambda row: 2 * row)(x) + z, y)
 
     assert_exact(model(forward), error, batch())
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_tensors_without_entries_share_no_memory() -> None:
+    """All of them begin at 0, as every tensor of a device without addresses does."""
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        written = x.new_zeros(len(x), 0)
+        written.copy_(x[:, :0])
+        return F.cross_entropy(torch.cat([x.new_zeros(len(x), 0), m.c(torch.tanh(m.a(x)))], 1), y)
+
+    record = assert_exact(model(forward), error, batch())
+    assert (record.mixing, record.axis_lost) == ((), ())
