@@ -186,7 +186,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
             mark = replace(mark, parts=_parts(call, with_gradient, divisor) or frozenset({1}))
         mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
         return Followed((mark,) * len(call.outputs))
-    reduced = any(mark.reduced for mark in with_gradient)
+    reduced = any(mark.reduced is not False for mark in with_gradient)
     mixing, weighting = _notes(call, first, len(with_gradient), reduced, divisor)
     said = mixing is not None or weighting is not None
     adrift = not any(mark.of_others for mark in with_gradient) and call.outputs[0].dim() > 0
@@ -199,7 +199,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
     if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=mixing is not None, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
+        first, noted=mixing is not None, unplaced=False, reduced=None if reduced and adrift else reduced, apart=apart,
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
@@ -239,8 +239,11 @@ def _without_gradient(call: ObservedCall, marks: list[Lost]) -> Followed:
         parts = _after_division(first, marks[1], call.batch_size)
     unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
     crossed = not parts and any(mark.of_others for mark in marks)
-    reason = _NOT_A_SUM.format(name=call.name, line=user_line()) if first.reduced and crossed else first.reason
-    reduced = any(mark.reduced for mark in marks) or _adds_up(call, len(marks))
+    is_sum = first.reduced is not False
+    reason = _NOT_A_SUM.format(name=call.name, line=user_line()) if is_sum and crossed else first.reason
+    reduced = (
+        first.reduced if is_sum else any(mark.reduced is not False for mark in marks) or _adds_up(call, len(marks))
+    )
     first = replace(first, reason=reason, reduced=reduced, samples=samples if parts else frozenset(), parts=parts)
     mark = replace(first, unplaced=unplaced, crossed=crossed)
     mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
@@ -444,7 +447,7 @@ def _adds_up(call: ObservedCall, operands: int) -> bool:
 def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool, divisor: Tensor | None) -> Notes:
     """What to say of a call on values with gradient that have lost their batch axis: mixing, weighting."""
     data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
-    if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
+    if operands == 1 and _scales(call) and (reduced or all(mark.reduced is not False for _, mark in data)):
         if data:
             return None, _why_scaled(call, first, [mark for _, mark in data])
         if divisor is not None:

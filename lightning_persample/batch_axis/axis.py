@@ -229,7 +229,6 @@ class EntryOwners:
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
-        adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
     """
 
     samples: frozenset[int] = frozenset()
@@ -237,7 +236,6 @@ class EntryOwners:
     entries: Tensor | None = None
     unplaced: bool = False
     listed: bool = False
-    adrift: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -245,7 +243,8 @@ class SampleSum:
     """Which sum over the samples a tensor is.
 
     Attributes:
-        reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
+        reduced: it is a weighted sum over the samples of what each gives alone, as a loss is; None where its axis was
+            lost and its entries were added up since: each may be of one sample or of several.
         parts: n where it may be the n-th part of a plain sum over the samples, up to a number that is the user's: 1
             for a sum, the number of samples for a mean; several where that is not known, with 0 among them where the
             number may be any; none where it is neither.
@@ -258,7 +257,7 @@ class SampleSum:
             known to be one.
     """
 
-    reduced: bool = False
+    reduced: bool | None = False
     parts: frozenset[int] = frozenset()
     counts: frozenset[int] = frozenset()
     uneven: int = 0
@@ -291,14 +290,18 @@ class Lost(EntryOwners, SampleSum):
     @property
     def of_others(self) -> bool:
         """Whether it is known to be made of several samples, or of one for all; its axis alone may have been lost."""
-        return (self.reduced and not self.adrift) or self.crossed or bool(self.samples)
+        return self.reduced is True or self.crossed or bool(self.samples)
 
     @property
     def is_plain_sum(self) -> bool:
         """Whether it is a sum over the samples, or a part of one, and nothing further is known of it."""
         known = (self.entries, self.totals, self.shares, self.weights, self.computed)
-        said = self.noted or self.samples or self.terms or self.apart or self.listed or self.adrift
-        return self.reduced and bool(self.parts) and not (said or self.unplaced or any(x is not None for x in known))
+        said = self.noted or self.samples or self.terms or self.apart or self.listed
+        return (
+            self.reduced is True
+            and bool(self.parts)
+            and not (said or self.unplaced or any(x is not None for x in known))
+        )
 
     @property
     def alone(self) -> int | None:
