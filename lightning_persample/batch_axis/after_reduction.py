@@ -195,11 +195,11 @@ def _after_reduction(call: ObservedCall) -> Followed:
     parts = _parts(call, with_gradient, divisor)
     if not said and parts is None:
         weighting = _why_unequal(call, with_gradient)
-    apart = call.op in _MOVES and (first.apart or not alike)
+    apart = call.op in _MOVES and (len(first.terms) > 1 or not alike)
     if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=mixing is not None, unplaced=False, reduced=None if reduced and adrift else reduced, apart=apart,
+        first, unplaced=False, reduced=None if reduced and adrift else reduced,
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
@@ -210,6 +210,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
 
 def _takes_some(call: ObservedCall) -> bool:
     """Whether a call that moves entries may leave some out, or take some twice."""
+    if call.lost[0][0].numel() == 1:
+        return False
     if call.op == "pad":
         return call.argument(2, "mode", default="constant") != "constant"
     items = call.args[1] if call.op == "getitem" else ()
@@ -305,7 +307,9 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
     found = [
         (tensor, mark.terms or ((mark.samples, mark.parts),)) for tensor, mark in call.lost if tensor.requires_grad
     ]
-    known = all(own and parts for _, terms in found for own, parts in terms) and call.outputs[0].requires_grad
+    unknown = call.op in _MOVES  # (whose each of the entries is that are moved counts only where they are added up)
+    known = all(parts and (own or unknown) for _, terms in found for own, parts in terms)
+    known = known and call.outputs[0].requires_grad
     if not found or not known or len(found) < len(call.lost) or followed.mixing is not None:
         return ()
     (first, terms), size = found[0], call.outputs[0].numel()
@@ -316,15 +320,17 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
         pairs = zip(found, factors, strict=True)
         return _together(term for (_, terms), factor in pairs for term in _multiplied(call, terms, factor))
     if call.op in ("stack", "cat", "concat", "concatenate"):
-        return _together(term for _, terms in found for term in terms)
+        each = tuple(dict.fromkeys(term for _, terms in found for term in terms))
+        return each if len(each) > 1 else _together(each)
     if len(found) > 1 or call.inplace or followed.weighting is not None:
         return ()
     if call.op in ("sum", "mean") and size == 1 and first.numel():
-        return _multiplied(call, terms, 1 / first.numel() if call.op == "mean" else 1.0)
+        return _together(_multiplied(call, terms, 1 / first.numel() if call.op == "mean" else 1.0))
     if _scales(call) and not _meets_a_weight(call):
         beside = set(_factors(call) or ())
         return _multiplied(call, terms, beside.pop()) if len(beside) == 1 else ()
-    return terms if _scales(call) or call.op == "neg" or (call.op in _MOVES and size == first.numel()) else ()
+    stays = _scales(call) or call.op == "neg" or (call.op in _MOVES and size == first.numel())
+    return terms if stays and (len(terms) > 1 or terms[0][0]) else ()
 
 
 def _multiplied(call: ObservedCall, terms: _Terms, factor: float) -> _Terms:
@@ -337,7 +343,7 @@ def _together(terms: Iterable[_Term]) -> _Terms:
     found: dict[frozenset[int], frozenset[int]] = {}
     for own, parts in terms:
         found[own] = found.get(own, parts) & parts
-    apart = sum(map(len, found)) == len(frozenset[int]().union(*found))
+    apart = all(found) and sum(map(len, found)) == len(frozenset[int]().union(*found))
     return tuple(found.items()) if apart and all(found.values()) else ()
 
 
@@ -381,7 +387,7 @@ def _number(value: object) -> float | None:
 def _factors(call: ObservedCall) -> list[float] | None:
     """By what a loss is multiplied; None where that is not known."""
     if call.op == "mean":  # of several parts of the batch
-        if not call.lost[0][1].apart:
+        if len(call.lost[0][1].terms) < 2:
             return None
         return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
     found = factors_beside(call, 64) if call.op not in ("sum", "nansum") and not _meets_a_weight(call) else None

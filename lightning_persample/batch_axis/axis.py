@@ -225,14 +225,12 @@ class EntryOwners:
 
     Attributes:
         samples: those that it is made of, each alone or added up; empty where they are all or not known.
-        apart: its entries are of different samples.
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
     """
 
     samples: frozenset[int] = frozenset()
-    apart: bool = False
     entries: Tensor | None = None
     unplaced: bool = False
     listed: bool = False
@@ -253,8 +251,8 @@ class SampleSum:
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
         shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
         weights: what the samples weigh in it; None where that is not known, or was not asked for.
-        terms: of a sum of sums over different samples, the `samples` and `parts` of each of them; none where it is not
-            known to be one.
+        terms: of a sum of sums over different samples, or where each entry is another sum, the `samples` and `parts` of
+            each of them; none where it is not known to be one.
     """
 
     reduced: bool | None = False
@@ -275,14 +273,12 @@ class Lost(EntryOwners, SampleSum):
 
     Attributes:
         reason: since where.
-        noted: a warning has said already that it is no sum over the samples of what each gives alone.
         notes: kind and text of what was said of the calls that made it.
         crossed: samples influence each other in it.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
     """
 
     reason: str
-    noted: bool = False
     notes: frozenset[Note] = frozenset()
     crossed: bool = False
     computed: Computed | None = None
@@ -293,10 +289,15 @@ class Lost(EntryOwners, SampleSum):
         return self.reduced is True or self.crossed or bool(self.samples)
 
     @property
+    def noted(self) -> bool:
+        """Whether it has been said already that it is no sum over the samples of what each gives alone."""
+        return any(kind == "mixing" for kind, _ in self.notes)
+
+    @property
     def is_plain_sum(self) -> bool:
         """Whether it is a sum over the samples, or a part of one, and nothing further is known of it."""
         known = (self.entries, self.totals, self.shares, self.weights, self.computed)
-        said = self.noted or self.samples or self.terms or self.apart or self.listed
+        said = self.notes or self.samples or self.terms or self.listed
         return (
             self.reduced is True
             and bool(self.parts)

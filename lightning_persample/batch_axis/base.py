@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, laid_along, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note, laid_along, picked, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -118,8 +118,7 @@ def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Follow
     """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
     reason = reason_of(call, what)
     mixing = reason if mixes is not False and any(o.requires_grad for o in call.outputs) else None
-    mark = Lost(reason, noted=mixing is not None, crossed=bool(mixes))
-    return Followed((mark,) * len(call.outputs), mixing=mixing)
+    return Followed((Lost(reason, crossed=bool(mixes)),) * len(call.outputs), mixing=mixing)
 
 
 def crossed(call: ObservedCall, *indices: object) -> bool | None:
@@ -146,7 +145,7 @@ def beside_lost(call: ObservedCall) -> Followed:
         return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
     reason = call.lost[0][1].reason
     noted = any(output.requires_grad for output in call.outputs)
-    return Followed((Lost(reason, noted=noted),) * len(call.outputs), mixing=reason if noted else None)
+    return Followed((Lost(reason),) * len(call.outputs), mixing=reason if noted else None)
 
 
 def mixing_among(call: ObservedCall) -> str | None:
@@ -159,7 +158,8 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     reason = reason_of(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
     if axis.mixing is not None:
         said = mixing_among(call)
-        return Followed((Lost(reason, noted=said is not None),) * len(call.outputs), weighting=said)
+        notes = frozenset[Note]() if said is None else frozenset({("mixing", said)})  # (nothing more is said of it)
+        return Followed((Lost(reason, notes=notes),) * len(call.outputs), weighting=said)
     owners = row_owners(axis, call.batch_size).tolist()
     return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
 

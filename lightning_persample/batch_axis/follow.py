@@ -45,7 +45,7 @@ def follow(call: ObservedCall) -> Followed:
     if sample is not None and (call.lost or any(isinstance(place, Lost) for place in followed.outputs)):
         reason, mixing = f"`{call.name}` is of one sample alone{user_line()}", mixing_among(call)
         of_one = Lost(reason, samples=frozenset({sample}), parts=frozenset({1}))
-        mark = of_one if mixing is None else Lost(reason, noted=True)
+        mark = of_one if mixing is None else Lost(reason, notes=frozenset({("mixing", mixing)}))
         return Followed((mark,) * len(call.outputs), weighting=mixing)
     if any(isinstance(place, Lost) for place in followed.outputs):
         followed = by_entries_moved(call, followed)

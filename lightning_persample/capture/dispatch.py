@@ -251,7 +251,7 @@ class Dispatcher(Collector):
             mark, node = self.marks.get(tensor), tensor.grad_fn
             if not isinstance(mark, Lost) or not mark.crossed or mark.noted or not isinstance(node, BackwardCFunction):
                 continue
-            self.marks[tensor] = replace(mark, noted=True)
+            self.marks[tensor] = replace(mark, notes=mark.notes | {("mixing", mark.reason)})
             if self.batch_size > 1 and node.name() != REENTRANT:  # (which runs again, with gradient)
                 self.notes.add("mixing", mark.reason, (tensor,))
 
