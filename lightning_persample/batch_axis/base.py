@@ -158,7 +158,7 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     reason = reason_of(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
     if axis.mixing is not None:
         said = mixing_among(call)
-        notes = frozenset[Note]() if said is None else frozenset({("mixing", said)})  # (nothing more is said of it)
+        notes = frozenset[Note]() if said is None else frozenset({("mixing", said)})  # (which names it once)
         return Followed((Lost(reason, notes=notes),) * len(call.outputs), weighting=said)
     owners = row_owners(axis, call.batch_size).tolist()
     return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))

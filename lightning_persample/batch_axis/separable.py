@@ -59,7 +59,7 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
             return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]), excused=excused)
         if computed is not None:
             mark = replace(mark, computed=computed)
-        if is_number and not said and not (mark.noted or mark.crossed or mark.samples) and _adds_up(call):
+        if is_number and not (mark.notes or mark.crossed or mark.samples) and _adds_up(call):
             mark = Lost(mark.reason, notes=mark.notes | {("mixing", mark.reason)}, computed=mark.computed)
             followed = replace(followed, mixing=mark.reason)
         marks[place] = mark
