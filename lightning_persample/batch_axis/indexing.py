@@ -69,6 +69,8 @@ def _follow_getitem(call: ObservedCall) -> Followed:
         return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
     samples = owners[item]
     lines = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
+    if not item.numel():
+        lines = [item.shape.index(0)]
     if len(lines) > 1:
         lines = [axis for axis in lines if bool((samples != samples.narrow(axis, 0, 1)).any())] or lines[:1]
     if len(lines) > 1:

@@ -203,6 +203,17 @@ def points() -> Case:
     return by_slices(loss, torch.randn(B, 7, 5))
 
 
+def none_picked() -> Case:
+    """An index that picks nothing of any sample, as of those above a threshold that none is, put behind all."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        picked = h[torch.arange(len(x))[:, None].expand(len(x), 0), torch.zeros(len(x), 0, dtype=torch.long)]
+        return m.last(torch.cat([h, picked], 1).relu().sum(1)).square().mean()
+
+    return by_slices(loss, torch.randn(B, 7, 5))
+
+
 def lattice() -> Case:
     """The sum over all paths through a lattice of steps and labels."""
 
@@ -270,6 +281,7 @@ EXACT = (
     beams,
     neighbours,
     points,
+    none_picked,
     lattice,
     alignments,
     frames,
