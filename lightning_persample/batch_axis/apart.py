@@ -157,7 +157,7 @@ def _all_added_up(call: ObservedCall, entries: dict[int, Tensor]) -> Followed | 
     args, kwargs = tree_map(lambda leaf: flat.get(id(leaf), leaf), (call.args, dict(call.kwargs)))
     if call.op in _TOTALS:  # (it names no axes any more)
         args, kwargs = args[:1], {}
-    added = PROPAGATION_RULES[call.op](replace(call, args=args, kwargs=kwargs, operands=operands, layout=None))
+    added = PROPAGATION_RULES[call.op](replace(call, args=args, kwargs=kwargs, operands=operands, signature=None))
     counts = products_of(shape)
     marks = (replace(mark, counts=mark.counts | counts) if isinstance(mark, Lost) else mark for mark in added.outputs)
     return replace(added, outputs=tuple(marks))

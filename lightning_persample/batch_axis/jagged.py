@@ -63,7 +63,7 @@ def on_rows(call: ObservedCall) -> ObservedCall | None:
         operands.append(Operand(values, place))
     args, kwargs = (tree_map(lambda leaf: rows.get(id(leaf), leaf), each) for each in (call.args, dict(call.kwargs)))
     outputs = tuple(map(_values, call.outputs))
-    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), outputs=outputs, layout=None)
+    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), outputs=outputs, signature=None)
 
 
 def follow_jagged(call: ObservedCall) -> Followed:

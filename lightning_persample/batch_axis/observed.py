@@ -32,7 +32,7 @@ class Operand:
 
 @dataclass(eq=False)
 class ObservedCall:
-    """A call that has run; nothing of it changes afterwards.
+    """A `TorchCall` that has run, as propagation rules get it; nothing of it changes afterwards.
 
     Attributes:
         op: canonical op, see `rules.canonical_op`.
@@ -46,7 +46,7 @@ class ObservedCall:
         random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
         fused: what its backward takes the sums over the samples from, where it has run fused; else None.
-        layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
+        signature: what the plan of the call is kept under, see `TorchCall`; None where it may not be kept.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         known_rows: gives the sample of each of so many rows as some tensors have, (n,), by what else holds samples.
         row_sums: of constants of the step that were added up, such as a mask drawn in it, the sums of as many rows as
@@ -67,7 +67,7 @@ class ObservedCall:
     written: frozenset[int]
     random_state: Tensor | None = None
     fused: Any = None
-    layout: Hashable | None = None
+    signature: Hashable | None = None
     owners: Sequence[Owner] = ()
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
     row_sums: Sequence[Tensor] = ()

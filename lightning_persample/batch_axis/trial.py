@@ -15,7 +15,7 @@ from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_map
 
 _UNSEEN = having("unseen")
-_SHOWN: dict[Hashable, Followed] = {}  # by layout
+_SHOWN: dict[Hashable, Followed] = {}  # by signature
 _MOST = 4096
 _ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
@@ -27,7 +27,7 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     batch_size = call.batch_size
     _, axis = call.located[0]
     entries = axis.entries(batch_size)
-    shown = _SHOWN.get(call.layout)  # where a weight goes in, there may be no plan
+    shown = _SHOWN.get(call.signature)  # where a weight goes in, there may be no plan
     if shown is not None:
         return shown
     if call.inplace:
@@ -60,10 +60,10 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
         found = placed
     aligned = (lambda tensor: axis if _is_laid(tensor, call, axis) else None) if laid else None
     followed = Followed(found, aligned, by_values=axis.dim != 0 or laid)
-    if call.layout is not None and not followed.by_values:
+    if call.signature is not None and not followed.by_values:
         if len(_SHOWN) >= _MOST:
             _SHOWN.clear()
-        _SHOWN[call.layout] = followed
+        _SHOWN[call.signature] = followed
     return followed
 
 

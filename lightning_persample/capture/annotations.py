@@ -99,8 +99,9 @@ class Kind:
         op: canonical op, None where it gives no tensor to follow.
         inplace: whether it writes into its first argument.
         pointwise: whether each entry of its output is computed from the entries at its place.
-        composite: whether it is one of torch's Python functions that can be run in the open.
-        by_layout: whether what is decided of a call may be remembered under its layout.
+        composite: whether it is one of torch's Python functions that can be run in the open: its body runs, and each
+            torch call in it is seen as if the user had made it.
+        by_layout: whether the layout of its tensors may decide a call, so that it can have a plan.
         converts: whether some of its tensors give but a dtype, a device or a shape.
         moves: whether its tensors lie in other memory afterwards, or in another part of it.
         is_unnoted: whether it gives no tensor to follow, and changes nothing that is known of those it is given.
@@ -156,7 +157,7 @@ def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
             kwargs={},
             operands=(operand,),
             outputs=(output,),
-            layout=None,
+            signature=None,
         )
         for operand, output in pairs
     )
@@ -185,6 +186,7 @@ _FEW = 2
 _MOST, _MOST_SUMS = 1 << 22, 16  # numbers of a constant that are added up once more; such constants of a step
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
+"""The annotation of a tensor: what the capture knows of it."""
 
 
 class Marks:

@@ -143,7 +143,7 @@ class Use:
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
         if lost is not None and not self.whole and self.entries is None:
             plain = lost.alone is not None or lost.reason.startswith("batch")  # it came without one
-            remedy = "" if plain else "; keep the samples along one axis up to here"
+            remedy = "" if plain else "; keep the samples apart, along one axis, up to here"
             return f"{self.description}: the batch axis cannot be followed here: {lost.reason}{remedy}"
         several = self.rule is not None and self.rule.several_outputs
         if len(self.outputs) != 1 and not several:

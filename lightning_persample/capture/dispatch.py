@@ -1,4 +1,10 @@
-"""What happens at each torch call: follow the batch, derive weights, attach the hooks that collect contributions."""
+"""What happens at each torch call: follow the batch, derive weights, attach the hooks that collect contributions.
+
+`Dispatcher.call` is the way in. A call that has a plan (see `plan`) applies it. For any other `_decide` gives a
+`_Decision`, for this call alone: which method notes the call after it has run. For one with samples that is
+`_note_observed`, which goes by `_note` to `_with_batch`; there the batch is followed, the weights get their hooks, and
+the plan for the next calls is kept.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +104,7 @@ _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
 class _Decision(NamedTuple):
-    """What to do at one call alone, as a `Plan` says it of all that are alike."""
+    """What to do at one call, in place of a `Plan`, which is for all that are alike."""
 
     apply: Callable[[TorchCall, Any], None]
     run: Callable[[TorchCall], Any] | None = None
@@ -108,7 +114,7 @@ class _Before(NamedTuple):
     """What was to be known of a call before it ran.
 
     Attributes:
-        stop: nodes of its tensors, where there are weights among them.
+        stop: nodes of its tensors, at which a walk down from the outputs ends; empty where it has no weight.
         args: positional arguments, the first a copy where it is written to and needed as it was.
         versions: how often each of its tensors was written to.
         random_state: state of the generator, where random numbers have to be drawn again.
@@ -405,7 +411,7 @@ class Dispatcher(Collector):
         return self._decide_with(call, kinds)
 
     def _decide_of_memory(self, call: TorchCall) -> _Decision:
-        """The same of one that gives no tensor to follow."""
+        """The same of one that gives no tensor to follow: hooks, weak references, and what moves a tensor's memory."""
         if call.function is weakref.getweakrefs:
             self.marks.note_swapped(call.args[0])
             return _Decision(_note_nothing)
@@ -414,7 +420,7 @@ class Dispatcher(Collector):
         return _Decision(partial(self._note_moved, self.marks.alias(call.args[0])))
 
     def _decide_with(self, call: TorchCall, kinds: set[type]) -> _Decision:
-        """The same of one with weights or samples."""
+        """The same of one with weights or samples; `kinds` are the types of its marks."""
         op, args, tensors, with_samples = call.kind.op, call.args, call.tensors, bool(kinds & _OF_SAMPLES)
         with_weights = Weight in kinds and torch.is_grad_enabled()
         rule = rule_of(op) if with_weights else None
@@ -438,13 +444,13 @@ class Dispatcher(Collector):
             return decomposed(call.function)(*call.args, **call.kwargs)
 
     def _note_open(self, call: TorchCall, result: Any) -> None:
-        """Keep the plan of the one call that a composite function has made as one of its own."""
+        """Keep the plan of the one call inside a composite function as that of the function, too."""
         inner, self.last = self.last, None
         if call.signature is not None and inner is not None and inner[1] == id(result):
             remember_as(call, inner[0])
 
     def _note_moved(self, alias: Tensor | None, call: TorchCall, result: Any) -> None:
-        """A tensor lies elsewhere; until now another one has shown its samples to those who share its memory."""
+        """A tensor lies elsewhere now; `alias`, which lives until here, shows the samples in its former memory."""
         has_source = not call.function.__name__.startswith("resize")
         source = (call.args[1] if len(call.args) > 1 else call.kwargs.get("source")) if has_source else None
         self.marks.note_moved(call.args[0], source)
@@ -822,7 +828,7 @@ def _is_inside(op: object, tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_alike(op: object, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call does to the samples in the first of what vmaps go over what it does in all; no gradient counts."""
+    """Whether a call does to samples in the first of what vmaps go over what it does in all; never with gradient."""
     if op in _OF_TANGENTS or (op not in PROPAGATION_RULES and op not in OPS):
         return False
     hidden = [tensor for tensor in tensors if hidden_axes(tensor)]
@@ -837,7 +843,7 @@ def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 
 
 def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: bool) -> BatchAxis | Lost | None:
-    """Where the samples lie in an operand; `beside` samples, data is read by all of them, and `replaced` by none."""
+    """Where the samples lie in an operand, if it is no ``out=`` (`replaced`), nor shared data `beside` samples."""
     if not isinstance(mark, (BatchAxis, Lost)) or id(tensor) in replaced:
         return None
     is_data = beside and isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
@@ -845,7 +851,7 @@ def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: boo
 
 
 def _is_entry(tensor: Tensor, mark: Mark | None) -> bool:
-    """Whether it is one number of those that occur in the batch, which a program goes through one by one."""
+    """Whether it is one of the numbers that occur in the batch, as in a loop of the user's over ``unique()``."""
     return isinstance(mark, Lost) and mark.listed and tensor.dim() == 0
 
 

@@ -93,8 +93,8 @@ class _Slots:
     Attributes:
         placement: what the rule is given, and where weights and batch are in it.
         names: of the tensors that are kept for it.
-        values: the places of these among the tensors of the call, each with whether it is written down how often it was
-            written to, and whether it is laid over the batch and not read.
+        values: the places of these among the tensors of the call, each with whether the rule reads its values, which
+            must not change before the backward, and whether it holds the batch and only its layout counts.
         shapes_of: shape and dtype of the weights, by name, whose values it does not read, and which are not kept.
         owners: of those that are weights the name, and the place among the tensors of the call.
         others: the arguments that are no tensors, by name.
@@ -130,8 +130,8 @@ class TorchCall:
         collector: whose marks are read.
         tensors: those among the arguments whose values the results are made of, in order.
         marks: the mark of each of them.
-        signature: what a plan is kept under: all that decides; None where more does than annotations, shapes and
-            other arguments.
+        signature: what its plan is kept under: the function, annotations, shapes and other arguments, and the options
+            that count; None where something else, such as values, may decide, and there is no plan.
         writes: whether the call writes into a tensor that it is given.
         fused: where it has run fused, what its backward takes the sums over the samples from.
     """
@@ -165,7 +165,7 @@ class TorchCall:
         self.tensors, self.marks = tensors, found
         fuse = collector.fuse and (collector.keep_structures,)
         key: list[Hashable] = [function, collector.batch_size, fuse, torch.is_grad_enabled(), len(args), *kwargs]
-        numbers = [] if kind.pointwise else key  # (where samples lie in what is computed entry by entry, none decides)
+        numbers = [] if kind.pointwise else key  # (of a pointwise op no number decides where the samples lie)
         is_key = "out" not in kwargs  # false where something among them may decide otherwise than by its layout
         with_weights, owner = False, None
         values: list[Any] = data_of(kind.op, args, kwargs) if kind.converts else [*args, *kwargs.values()]
@@ -201,7 +201,7 @@ class TorchCall:
                     with_weights = with_weights or is_weight
                     is_variable = kind.pointwise and value.requires_grad and not is_weight  # see `note_variables`
                     is_key = type(mark) is not Lost and not is_variable
-                if not (kind.pointwise or dtype.is_floating_point):  # can it stand for neither an axis nor a size?
+                if not (kind.pointwise or dtype.is_floating_point):  # integers may say which axis, or which size
                     may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
                     is_key = is_key and not may_be_index and value.numel() > 1
             elif cls in COMPARED:
@@ -253,6 +253,7 @@ class Plan:
 
     def apply(self, call: TorchCall, result: Any) -> None:
         """Mark the outputs, and let the backward report what the weights among the arguments get."""
+        # This runs at nearly every call, so that short functions (`Marks.__setitem__`, `boundary`) are written out.
         collector = call.collector
         collector.last = self, id(result)
         outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
@@ -368,9 +369,9 @@ PLANS: dict[Hashable, Plan] = {}
 
 
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
-    """Keep what was decided of a call, where its layout alone has decided it and there was nothing to say of it."""
+    """Keep what was decided of a call as a plan, if its layout alone has decided it and no warning came of it."""
     rule, is_loss = rule_of(call.op), call.op in LOSSES
-    if call.layout is None or followed.mixing is not None or followed.weighting is not None:
+    if call.signature is None or followed.mixing is not None or followed.weighting is not None:
         return
     mixed = [operand for operand in call.operands if isinstance(operand.axis, BatchAxis) and operand.axis.mixing]
     if mixed and (is_loss or not all(operand.tensor.is_floating_point() for operand in mixed)):
@@ -430,7 +431,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         plan = FusedPlan(rule, axes, slots, mixes, form=call.fused.form)
     else:
         plan = Plan(rule, axes, slots, mixes)
-    _keep(call.layout, plan)
+    _keep(call.signature, plan)
 
 
 def _are_of_no_sample(call: ObservedCall) -> bool:
@@ -443,7 +444,7 @@ def _are_of_no_sample(call: ObservedCall) -> bool:
 
 
 def remember_as(call: TorchCall, plan: Plan) -> None:
-    """Keep a plan under the signature of a function that makes the call alone that the plan is of."""
+    """Keep the plan of an inner call under the signature of the composite function around it."""
     if plan.slots is None:  # (of several calls that compute entry by entry the last one says it of all)
         _keep(call.signature, replace(plan, rule=rule_of(call.kind.makes)))
         return
@@ -497,7 +498,7 @@ def derive(
     collector: Collector,
     random_state: Tensor | None = None,
 ) -> None:
-    """Note how those of the outputs that are no argument were computed from weights alone."""
+    """Note how the outputs, but for those that are arguments, were computed from weights alone."""
     values: list[Any] = [*recipe.leaves]
     versions: list[int | None] = [None] * len(values)
     operands, names, outside = [], frozenset[str](), recipe.op in DATA_SOURCES
@@ -533,7 +534,7 @@ def derive(
 
 
 def marks_of(leaves: Iterable[Tensor], data: Iterable[Tensor], marks: Mapping[int, Mark | None]) -> list[Any]:
-    """Those of tensors, by id; of some only the layout counts, which are no `data`."""
+    """The mark of each leaf; `_NOT_READ` for one that is not among `data`: only its layout counts."""
     read = {*map(id, data)}
     return [marks.get(id(leaf)) if id(leaf) in read else _NOT_READ for leaf in leaves]
 

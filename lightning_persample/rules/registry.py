@@ -36,7 +36,7 @@ class Call:
             where it depends on the batch in this call, (B, *shape): ``shape`` is the shape the op saw, with the batch
             axis reduced to the k rows that belong to one sample (k = 1 unless samples were flattened together with
             another axis). All else, also a tensor that all samples share, is as it was passed.
-        weights: names of the arguments whose per-sample gradients are asked for.
+        weights: names of the arguments whose per-sample gradients are asked for: some of `Rule.weights`, or none.
         counts: for a batched argument of which samples have unequal numbers of rows, the number of each sample's rows
             (B,); the rows beyond it only fill up.
         draws: the random tensors of the call, drawn again, each batch-first; see `Rule.draws`.
