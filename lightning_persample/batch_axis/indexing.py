@@ -332,6 +332,9 @@ def _by_entries(
         most, there = rows.amax(1), rows >= 0
         if len(most) < target.size(dim) or not bool(((rows == most[:, None]) | ~there).all()):
             continue
+        replaced = before.movedim(dim, 0).reshape(rows.shape)
+        if bool((~there & there.any(1, keepdim=True) & (replaced >= 0) & (replaced != most[:, None])).any()):
+            continue  # (a constant in the place of one sample is not another's)
         if not place.width and not bool(there.all()):  # (which is not the axis where these are all of one sample)
             samples = len(most.unique())
             if samples == 1 or samples not in (len(most), call.batch_size):

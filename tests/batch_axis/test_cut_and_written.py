@@ -112,6 +112,13 @@ def shifted(z: Tensor) -> Tensor:
     return flat
 
 
+def windows_less_one(z: Tensor) -> Tensor:
+    """Samples 0 and 1, 1 and 2, 2 and 3, where none of 0 and 1 is left."""
+    windows = z.unfold(0, 2, 1)
+    windows.unfold(0, 1, 2)[0] = 0.0
+    return windows
+
+
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "one-less-the-other": lambda z: (cut(z)[:, 0] - cut(z)[:, 1]).mean(),
     "by-a-diagonal": written(lambda v: v.diagonal(0, 0, 1).copy_(v[:, 0].T.clone())),
@@ -131,6 +138,7 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "a-softmax-across-a-pair": lambda z: (cut(z).softmax(1) * torch.tensor([1.0, -2.0])[:, None]).mean(),
     "less-the-mean-of-a-pair": lambda z: (cut(z) - cut(z).mean(1, keepdim=True)).square().mean(),
     "numbers-one-by-one": lambda z: sum(cut(z).amax(1).flatten().unbind()) / 6,
+    "a-constant-in-the-place-of-others": lambda z: windows_less_one(z.clone()).mean(),
     "places-that-overlap": lambda z: overlapping(z.clone()).square().mean(),
     "added-to-a-part-and-read-one-by-one": lambda z: sum(each.square() for each in shifted(z.clone())) / 12,
     "weights-by-place": lambda z: torch.einsum("abc,b->", cut(z.square()), torch.tensor([0.75, 0.25])),
