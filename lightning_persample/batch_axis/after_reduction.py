@@ -198,6 +198,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
     apart = call.op in _MOVES and (len(first.terms) > 1 or not alike)
     if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
+    if len(first.terms) > 1 and _scales(call) and not said and len(set(_factors(call) or ())) > 1:
+        weighting = f"`{call.name}` scales values of different samples unequally{user_line()}"
     result = replace(
         first, unplaced=False, reduced=None if reduced and adrift else reduced,
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
@@ -315,6 +317,8 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
     (first, terms), size = found[0], call.outputs[0].numel()
     if _adds(call):
         factors = [factor for tensor, _ in found if (factor := _factor_of(call, tensor))]
+        if len(terms) > 1 and len(found) == len(factors) == 1 and size == first.numel():
+            return _multiplied(call, terms, factors[0])
         if len(factors) < len(found) or max(size, *(tensor.numel() for tensor, _ in found)) > 1:
             return ()
         pairs = zip(found, factors, strict=True)
@@ -322,7 +326,7 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
     if call.op in ("stack", "cat", "concat", "concatenate"):
         each = tuple(dict.fromkeys(term for _, terms in found for term in terms))
         return each if len(each) > 1 else _together(each)
-    if len(found) > 1 or call.inplace or followed.weighting is not None:
+    if len(found) > 1 or (call.inplace and call.op not in POINTWISE) or followed.weighting is not None:
         return ()
     if call.op in ("sum", "mean") and size == 1 and first.numel():
         return _together(_multiplied(call, terms, 1 / first.numel() if call.op == "mean" else 1.0))

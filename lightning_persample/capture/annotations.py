@@ -448,6 +448,10 @@ class Marks:
             return known
         now, earlier = self._entries_of(target, mark), None if bool(is_new.all()) else self._entries_of(other, known)
         overlaps = int(written.sum()) < there.numel()  # (which of them stays is not defined)
+        is_part = now is None and bool(is_new.all())  # each entry of the other tensor is one of the target
+        if isinstance(mark, Lost) and mark.of_others and is_part:
+            is_sum = len(mark.terms) <= 1 or other.numel() == target.numel()
+            return replace(mark, computed=None, shares=None, totals=None, weights=None) if is_sum else Lost(reason)
         if now is None or overlaps or (earlier is None and not bool(is_new.all())):
             return Lost(reason)
         owners = torch.full((size,), -1, device=target.device)

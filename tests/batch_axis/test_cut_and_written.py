@@ -88,6 +88,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     ).mean(),
     "norms-of-features": lambda z: torch.linalg.vector_norm(cut(z), dim=-1).mean(),
     "a-softmax-over-features": lambda z: (cut(z).softmax(-1) * torch.tensor([1.0, -2.0, 3.0])).sum((1, 2)).mean(),
+    "a-mean-over-samples-written-through-a-view": lambda z: doubled(z.square().mean()),
     "a-loss-beside-constants": lambda z: F.smooth_l1_loss(cut(z), torch.arange(12.0).view(2, 2, WIDTH)),
 }
 
@@ -110,6 +111,17 @@ def shifted(z: Tensor) -> Tensor:
     flat = z.view(-1)
     flat[:3].add_(z[3].clone())
     return flat
+
+
+def doubled(number: Tensor) -> Tensor:
+    """Twice a number, written through a view of it."""
+    number.view(1).mul_(2.0)
+    return number
+
+
+def two_means(z: Tensor) -> Tensor:
+    """The mean over the first two samples, and that over the others."""
+    return torch.stack([z.square()[:2].mean(), z.square()[2:].mean()])
 
 
 def windows_less_one(z: Tensor) -> Tensor:
@@ -138,6 +150,13 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "a-softmax-across-a-pair": lambda z: (cut(z).softmax(1) * torch.tensor([1.0, -2.0])[:, None]).mean(),
     "less-the-mean-of-a-pair": lambda z: (cut(z) - cut(z).mean(1, keepdim=True)).square().mean(),
     "numbers-one-by-one": lambda z: sum(cut(z).amax(1).flatten().unbind()) / 6,
+    "the-square-of-a-mean-written-through-a-view": lambda z: doubled(z.square().mean()).square(),
+    "a-sum-written-through-a-view": lambda z: doubled(z.square().sum()),
+    "two-means-written-through-a-view": lambda z: doubled(two_means(z).sum()).square(),
+    "one-of-two-means-negated-in-place": lambda z: two_means(z).neg_()[0],
+    "one-of-two-means-scaled-in-place": lambda z: two_means(z).mul_(2.0)[0],
+    "one-of-two-means-and-a-constant": lambda z: (two_means(z) + 1.0)[1],
+    "two-means-weighed": lambda z: (two_means(z) * torch.tensor([0.75, 0.25])).sum(),
     "a-constant-in-the-place-of-others": lambda z: windows_less_one(z.clone()).mean(),
     "places-that-overlap": lambda z: overlapping(z.clone()).square().mean(),
     "added-to-a-part-and-read-one-by-one": lambda z: sum(each.square() for each in shifted(z.clone())) / 12,
