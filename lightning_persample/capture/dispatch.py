@@ -108,6 +108,7 @@ class _Decision(NamedTuple):
 
     apply: Callable[[TorchCall, Any], None]
     run: Callable[[TorchCall], Any] | None = None
+    in_the_open: Callable[..., Any] | None = None
 
 
 class _Before(NamedTuple):
@@ -374,8 +375,15 @@ class Dispatcher(Collector):
                 plan: Plan | _Decision = known
             else:
                 plan = self._decide(call)
-            result = _RUNNING
-            result = function(*call.args, **call.kwargs) if plan.run is None else plan.run(call)
+            if plan.run is not None:  # (if it fails, the call runs as it is written)
+                result = plan.run(call)
+            elif plan.in_the_open is None:
+                result = _RUNNING
+                result = function(*call.args, **call.kwargs)
+            else:
+                result = _RUNNING
+                with self.visible:
+                    result = plan.in_the_open(*call.args, **call.kwargs)
             if call.writes:
                 self._note_write(call)
             plan.apply(call, result)
@@ -395,7 +403,7 @@ class Dispatcher(Collector):
             return self._decide_of_memory(call)
         if kind.composite:
             self.last = None  # (another's result may be gone, and its id be given again)
-            return _Decision(self._note_open, self._run_in_the_open)
+            return _Decision(self._note_open, in_the_open=decomposed(call.function))
         if any(type(mark) is Lost for mark in call.marks):
             call.marks = [self._mark_of(tensor) for tensor in call.tensors]
         kinds = set(map(type, call.marks))
@@ -438,10 +446,6 @@ class Dispatcher(Collector):
         stop = boundary(tensors) if with_weights else set()
         note = partial(self._note_observed, _Before(stop, args, versions, random_state))
         return _Decision(note, None if form is None else partial(run_fused, form))
-
-    def _run_in_the_open(self, call: TorchCall) -> Any:
-        with self.visible:
-            return decomposed(call.function)(*call.args, **call.kwargs)
 
     def _note_open(self, call: TorchCall, result: Any) -> None:
         """Keep the plan of the one call inside a composite function as that of the function, too."""

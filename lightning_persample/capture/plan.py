@@ -237,6 +237,7 @@ class Plan:
         slots: where the rule finds weights and batch; None for a call without weights.
         mixes: whether the call computes with values of the whole batch, as its rule says.
         run: runs the call, where that is not the function itself.
+        in_the_open: a composite function, to be run so that the calls in it are seen.
         is_sure: whether the signature has decided all; else `holds` is asked.
     """
 
@@ -245,6 +246,7 @@ class Plan:
     slots: _Slots | None
     mixes: bool = False
     run: ClassVar[Callable[..., Any] | None] = None
+    in_the_open: ClassVar[Callable[..., Any] | None] = None
     is_sure: ClassVar[bool] = True
 
     def holds(self, call: TorchCall) -> bool:
