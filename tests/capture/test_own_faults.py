@@ -396,6 +396,21 @@ def sweep(options: dict[str, Any], every: int, calls: int | None) -> None:
     assert wrong == {}
 
 
+def test_a_fault_of_a_fused_call_leaves_the_call_to_run_as_it_is_written() -> None:
+    options = {"fuse_weight_grad": True, "quantities": ("grad_sample",)}
+    _, plain, _, _ = larger_step(None)
+    names = {"capture.plan.run_fused", "capture.fused.FusedForm.run", "capture.fused._Fused.forward"}
+    codes = [code for code in called(lambda: larger_step(options)) if name_of(code) in names]
+    assert len(codes) == len(names)
+    for code in codes:
+        with broken(code):
+            module, found, _, said = larger_step(options)
+        assert plain.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in plain.items())
+        assert is_clean(module)
+        assert any(FAULT in text for text in said)
+
+
 def test_a_fault_in_some_of_all_functions_leaves_the_step_as_it_is() -> None:
     sweep(OPTIONS["norms"], every=9, calls=None)
 
