@@ -61,13 +61,10 @@ _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_afte
 
 
 def changes_batches(trainer: Trainer) -> bool:
-    """Whether the module, the data module or a callback of the user's has a hook that a batch goes through."""
-    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
-    owners = (module, getattr(trainer, "datamodule", None))
+    """Whether the module or the data module has a hook of its own that a batch goes through."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
     hooks = [getattr(owner, name, None) for owner in owners for name in _BATCH_HOOKS]
-    hooks += [getattr(owner, "on_train_batch_start", None) for owner in (module, *callbacks)]
-    packages = {getattr(hook, "__module__", "lightning").partition(".")[0] for hook in hooks if hook}
-    return not packages <= {*_PACKAGES, __name__.partition(".")[0]}
+    return any(getattr(hook, "__module__", "lightning").partition(".")[0] not in _PACKAGES for hook in hooks if hook)
 
 
 def skips_hooks(trainer: Any) -> bool:

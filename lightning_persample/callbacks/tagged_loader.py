@@ -326,7 +326,7 @@ class RowOrder:
     def __init__(self, collate: Callable[[Any], Any] | None) -> None:
         self._left = 0 if collate in (default_collate, default_convert) else _BATCHES
         self._is_of_hooks = collate is None
-        self._who = "a hook that a batch goes through on its way to training_step"
+        self._who = "a hook that a batch goes through on its way to the device"
         if collate is not None:
             self._who = f"the collate function {getattr(collate, '__qualname__', type(collate).__qualname__)}"
         self._is_lost = False
