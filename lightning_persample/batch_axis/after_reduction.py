@@ -312,6 +312,8 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
     unknown = call.op in _MOVES  # (whose each of the entries is that are moved counts only where they are added up)
     known = all(parts and (own or unknown) for _, terms in found for own, parts in terms)
     known = known and call.outputs[0].requires_grad
+    # What was said of one that is no sum of terms is true of the result, too; of a sum of them its terms may excuse it.
+    known = known and all(mark.terms or not mark.notes for _, mark in call.lost)
     if not found or not known or len(found) < len(call.lost) or followed.mixing is not None:
         return ()
     (first, terms), size = found[0], call.outputs[0].numel()
