@@ -41,7 +41,7 @@ _SUMS = having("adds", "joins")
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
     "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled", "set_", "resize_", "resize_as_",
-    "__setstate__", "getweakrefs",
+    "__setstate__", "getweakrefs", "_assert",
 })  # fmt: skip
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
 # Ops whose results are data even where they are given none.

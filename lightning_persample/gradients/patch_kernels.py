@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.norms import sq_sum
 from lightning_persample.gradients.program import kept
 
 
@@ -238,12 +239,12 @@ def fourier_gradients(rows: Rows) -> tuple[Tensor, Tensor]:
         kept(_transform, geometry, size, rows.out_size, part, dtype, device) for part in range(3)
     )
     grads, inputs = rows.grad_out.reshape(b * k * outputs, -1), inputs.reshape(b * k * geometry.groups, -1)
-    squares = [torch.linalg.vector_norm(each, dim=1).square() for each in (grads, inputs)]
-    scale = squares[0].view(b, k, geometry.groups, -1).sum((1, 3)) * squares[1].view(b, k, -1).sum(1)
+    norms = [torch.linalg.vector_norm(each.view(b, k, -1, each.shape[1]), dim=(1, 3)) for each in (grads, inputs)]
+    scale = sq_sum(norms[0].view(b, geometry.groups, -1) * norms[1].unsqueeze(2))
     transformed = (grads @ of_output).view(b, k, geometry.groups, outputs // geometry.groups, -1)
     transformed *= (inputs @ of_input).view(b, k, geometry.groups, 1, -1)
     total = transformed.squeeze(1) if k == 1 else transformed.sum(1)
-    return (total.reshape(b * outputs, -1) @ back).view(b, outputs, -1), scale.sum(1)
+    return (total.reshape(b * outputs, -1) @ back).view(b, outputs, -1), scale
 
 
 @lru_cache(512)

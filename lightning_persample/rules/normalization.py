@@ -124,7 +124,7 @@ def instance_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     eps = call.arguments["eps"]
     channels = grad_output.shape[2]
     if not call.arguments["use_input_stats"]:
-        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x, eps))
+        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x), eps)
     return _channelwise(call, grad_output, channels, lambda x: _statistics_of_groups(x, channels, eps))
 
 
@@ -150,7 +150,7 @@ def batch_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     eps = call.arguments["eps"]
     channels = grad_output.shape[2]
     if not _training(call.arguments):
-        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x, eps))
+        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x), eps)
     return _channelwise(call, grad_output, channels, lambda x: _statistics_of_batch(x, eps))
 
 
@@ -198,34 +198,34 @@ def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
 
 
 def _channelwise(
-    call: Call, grad_output: Tensor, groups: int, statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
+    call: Call,
+    grad_output: Tensor,
+    groups: int,
+    statistics: Callable[[Tensor], tuple[Tensor, Tensor]],
+    eps: float | None = None,
 ) -> dict[str, Dense]:
-    """`statistics` gives mean and reciprocal standard deviation, (n, groups) each, of rows (n = B * k, c, *t)."""
+    """`statistics` gives mean and reciprocal deviation, with `eps` variance, of n = B * k rows, (n, groups)."""
     wide = widen(grad_output)
     B, k, c = wide.shape[:3]
     if "weight" not in call.weights or not wide.numel():
         return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
     rows = widen(call.arguments["input"]).flatten(0, 1)
-    mean, reciprocal = (
+    mean, spread = (
         (one if groups == c else one.unsqueeze(2).expand(-1, -1, c // groups)).reshape(-1).contiguous()
         for one in statistics(rows)
     )
     # Batch norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
+    given = (None, None, mean, spread, True, 0.0) if eps is None else (mean, spread, None, None, False, eps)
     _, scale, shift = torch.ops.aten.native_batch_norm_backward(
         wide.reshape(1, B * k * c, -1).contiguous(),
         rows.reshape(1, B * k * c, -1).contiguous(),
-        reciprocal,  # (in place of a scale, which is not read for these two results)
-        None,
-        None,
-        mean,
-        reciprocal,
-        True,
-        0.0,
+        spread,  # (in place of a scale, which is not read for these two results)
+        *given,
         (False, True, True),
     )
-    given = {"weight": scale, "bias": shift}
+    found = {"weight": scale, "bias": shift}
     return {
-        name: Dense(given[name].view(B, c) if k == 1 else given[name].view(B, k, c).sum(1)) for name in call.weights
+        name: Dense(found[name].view(B, c) if k == 1 else found[name].view(B, k, c).sum(1)) for name in call.weights
     }
 
 
@@ -241,6 +241,7 @@ def _statistics_of_batch(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return mean.expand(rows.shape[0], -1), reciprocal.expand(rows.shape[0], -1)
 
 
-def _running_statistics(call: Call, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    mean, var = (call.arguments[name].to(rows.dtype) for name in ("running_mean", "running_var"))
-    return mean.expand(rows.shape[0], -1), (var + eps).rsqrt().expand(rows.shape[0], -1)
+def _running_statistics(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+    names = "running_mean", "running_var"
+    mean, var = (call.arguments[name].to(rows.dtype).expand(rows.shape[0], -1) for name in names)
+    return mean, var
