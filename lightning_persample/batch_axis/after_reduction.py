@@ -35,7 +35,7 @@ _ENTRYWISE_LOSSES = having("entrywise")
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
 _UNEQUALLY = "`{name}` scales the loss by a sum to which the samples add unequally{absent}{line}"
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
-_Term: TypeAlias = tuple[frozenset[int], frozenset[int]]
+_Term: TypeAlias = tuple[frozenset[int], frozenset[int], int]
 _Terms: TypeAlias = tuple[_Term, ...]
 _FACTORS: dict[tuple[tuple[str, int] | None, float], int] = {}  # number of samples when a line first took this one
 _MOST = 1024
@@ -202,6 +202,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         weighting = f"`{call.name}` scales values of different samples unequally{user_line()}"
     result = replace(
         first, unplaced=False, reduced=None if reduced and adrift else reduced,
+        uneven=max(mark.uneven for mark in with_gradient),
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
@@ -275,7 +276,7 @@ def _leaves_as_is(call: ObservedCall) -> bool:
 def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> frozenset[int] | None:
     """Which parts of a sum over the samples the result may be, see `Lost`; None where its terms are different ones."""
     if not all(mark.parts for mark in marks):
-        return frozenset()
+        return None if any(mark.samples != marks[0].samples for mark in marks) else frozenset()
     sizes = [len(mark.samples) or call.batch_size for mark in marks]
     terms = [mark.parts for mark in marks]
     scales = [_factor_of(call, tensor) for tensor, _ in call.lost if tensor.requires_grad]
@@ -288,7 +289,7 @@ def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> 
     together = frozenset.intersection(*terms)
     if not together:
         return None
-    if len(marks) > 1 and not together & {1, call.batch_size} and _overlap(marks):
+    if len(marks) > 1 and not together <= {1, call.batch_size} and _overlap(marks):
         return None
     if call.op in ("mul", "div", "rmul") or (call.op in _SUMS and len(marks) == 1):
         divisor = next((mark for tensor, mark in call.lost if not tensor.requires_grad), None)
@@ -307,10 +308,10 @@ def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> 
 def _terms(call: ObservedCall, followed: Followed) -> _Terms:
     """The sums over different samples that the result adds up, or has for entries; none where that is not known."""
     found = [
-        (tensor, mark.terms or ((mark.samples, mark.parts),)) for tensor, mark in call.lost if tensor.requires_grad
+        (tensor, mark.terms or ((mark.samples, mark.parts, 1),)) for tensor, mark in call.lost if tensor.requires_grad
     ]
     unknown = call.op in _MOVES  # (whose each of the entries is that are moved counts only where they are added up)
-    known = all(parts and (own or unknown) for _, terms in found for own, parts in terms)
+    known = all(parts and (own or unknown) for _, terms in found for own, parts, _ in terms)
     known = known and call.outputs[0].requires_grad
     # What was said of one that is no sum of terms is true of the result, too; of a sum of them its terms may excuse it.
     known = known and all(mark.terms or not mark.notes for _, mark in call.lost)
@@ -341,16 +342,25 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
 
 def _multiplied(call: ObservedCall, terms: _Terms, factor: float) -> _Terms:
     size, divides = call.batch_size, call.op == "div"
-    return tuple((own, scaled(p, [factor], len(own), size, frozenset(), divides=divides)) for own, p in terms)
+    return tuple((own, scaled(p, [factor], len(own), size, frozenset(), divides=divides), n) for own, p, n in terms)
 
 
 def _together(terms: Iterable[_Term]) -> _Terms:
     """Terms over the same samples as one, where the others have no sample in common; else none."""
-    found: dict[frozenset[int], frozenset[int]] = {}
-    for own, parts in terms:
-        found[own] = found.get(own, parts) & parts
+    found: dict[frozenset[int], tuple[frozenset[int], int]] = {}
+    for own, parts, count in terms:
+        before, counted = found.get(own, (parts, 0))
+        found[own] = before & parts, counted + count
     apart = all(found) and sum(map(len, found)) == len(frozenset[int]().union(*found))
-    return tuple(found.items()) if apart and all(found.values()) else ()
+    together = tuple((own, *each) for own, each in found.items())
+    return together if apart and all(parts for _, parts, _ in together) else ()
+
+
+def _rows(loss: Lost) -> int:
+    """How many rows of samples, or means over these, a sum has, where they gave unequal numbers of them; else 0."""
+    if loss.uneven or len({count for _, _, count in loss.terms}) < 2:
+        return loss.uneven
+    return sum(count * (len(own) if 1 in parts else 1) for own, parts, count in loss.terms)
 
 
 def _adds(call: ObservedCall) -> bool:
@@ -464,8 +474,8 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool, diviso
             return None, _why_scaled(call, first, [mark for _, mark in data])
         if divisor is not None:
             return None, _why_unlike(call, first, divisor)
-        factors = (_factors(call) or []) if reduced and first.uneven else []
-        counts = any(is_share(each, first.uneven, first.counts) for each in factors)
+        factors = (_factors(call) or []) if reduced and (rows := _rows(first)) else []
+        counts = any(is_share(each, rows, first.counts) for each in factors)
         return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
     if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
         text = f"`{call.name}` picks entries by values computed over the whole batch{user_line()}"

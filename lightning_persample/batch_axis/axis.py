@@ -252,7 +252,7 @@ class SampleSum:
         shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
         weights: what the samples weigh in it; None where that is not known, or was not asked for.
         terms: of a sum of sums over different samples, or where each entry is another sum, the `samples` and `parts` of
-            each of them; none where it is not known to be one.
+            each of them, and how many times it was added; none where it is not known to be one.
     """
 
     reduced: bool | None = False
@@ -262,7 +262,7 @@ class SampleSum:
     totals: Tensor | None = None
     shares: Callable[[], Tensor | None] | None = None
     weights: SampleWeights | None = None
-    terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
+    terms: tuple[tuple[frozenset[int], frozenset[int], int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -316,14 +316,14 @@ class Dispatcher(Collector):
         mark = self.marks.get(loss)
         if not isinstance(mark, Lost) or not mark.terms:
             return None
-        if all(len(samples) == 1 and self.batch_size in parts for samples, parts in mark.terms):
+        if all(len(samples) == 1 and self.batch_size in parts for samples, parts, _ in mark.terms):
             self.notes.add_of_loss(
                 "each data loader gave one row, so that the loss may be the mean over these rows as well as their sum "
                 "times a number: give the weight of each sample in the loss as loss_reduction"
             )
             return None
         weights = torch.zeros(self.batch_size, dtype=torch.float64, device=loss.device)
-        for samples, parts in mark.terms:
+        for samples, parts, _ in mark.terms:
             if len(samples) not in parts:
                 return None
             weights[sorted(samples)] = 1 / len(samples)

@@ -173,17 +173,37 @@ def test_samples_of_a_cut_axis_that_weigh_unequally_or_meet_are_named(name: str)
     assert_shares(record, shares_of(module, NAMED[name], x))
 
 
-@pytest.mark.parametrize("name", ["sum", "rows-of-a-mean", "a-dot"])
+@pytest.mark.parametrize("name", ["sum", "rows-of-a-mean", "a-dot", "one-by-one", "losses-of-some"])
 def test_rows_taken_twice_and_divided_by_their_number_are_named(name: str) -> None:
     taken = [3, 1, 2, 3]
     losses: dict[str, Callable[[Tensor], Tensor]] = {
         "sum": lambda z: z.square()[taken].sum() / len(taken),
         "rows-of-a-mean": lambda z: (z.square()[taken] / (WIDTH * len(taken))).sum(),
         "a-dot": lambda z: z.square()[taken].flatten().dot(torch.full((12,), 1 / 12)),
+        "one-by-one": lambda z: sum(row.square().mean() for row in z[taken]) / len(taken),
+        "losses-of-some": lambda z: (z[:2].square().mean() + z[:2].exp().mean() + z[2:].square().mean()) / 3,
     }
     module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
     record = record_of(module, lambda m, x: losses[name](m(x)), x)
     assert any("averages over unequal numbers of rows" in text for text in record.weighting)
+
+
+PAIRS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    # (one over the six entries of a pair may as well be one over the number of samples)
+    "copied": (6, lambda v: v.index_copy(0, torch.tensor([0]), v[-1:])),
+    "beside-constants": (4, lambda v: v.index_fill(2, torch.tensor([0]), 0.2)[[1, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_means_over_pairs_of_samples_of_which_one_is_taken_twice_are_named(name: str) -> None:
+    size, taken = PAIRS[name]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.stack([pair.mean() for pair in taken(m(x).clone().view(-1, 2, WIDTH))]).mean()
+
+    record = record_of(nn.Linear(5, WIDTH), loss, torch.randn(size, 5))
+    assert any("over different numbers of samples, or over some twice" in text for text in record.weighting)
 
 
 def test_a_tensor_of_data_that_was_cut_with_the_samples_stays_beside_them() -> None:
