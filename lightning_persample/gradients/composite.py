@@ -11,12 +11,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import norms, precision, projected
-from lightning_persample.gradients.cost import chunks, memory_budget
+from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients.cost import by_chunks, fits, memory_budget
+from lightning_persample.gradients.indexed import Indexed
 from lightning_persample.gradients.moments import Moments, total_moments
+from lightning_persample.gradients.patches import Patches
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
-from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
+from lightning_persample.gradients.structure import Dense, Outer
 
 
 @lru_cache(64)
@@ -84,21 +86,18 @@ class Block(SampleGradient):
         self._own_axis_first(result)[self._own_rows()] = self._own_axis_first(self.grad.to(self.dtype), 1)[:, 0]
         return result
 
-    def _project(self, factors: Factors) -> Tensor:
-        layout = self.outer_size, self.total, self.inner_size
-        return projected.block_projected(self.grad, self.dim, layout, self.position, factors)
-
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Sum):
             return None
         if isinstance(other, Block) and self._layout() == other._layout():
             return norms.dense_inner(self.grad, other.grad).where(self.position == other.position, 0)
-        result = self._zeros(torch.promote_types(self.dtype, other.dtype))
-        for part in chunks(self.batch_size, 3 * other._dense_bytes(), self.device):
-            mine, theirs = self.samples(part.start, part.stop), other.samples(part.start, part.stop)._dense()
-            own = self._own_axis_first(theirs)[mine._own_rows()]
-            result[part] = norms.dense_inner(self._own_axis_first(mine.grad, 1)[:, 0], own)
-        return result
+
+        def inner(part: slice) -> Tensor:
+            mine = self.samples(part.start, part.stop)
+            own = self._own_axis_first(other._formed(part))[mine._own_rows()]
+            return norms.dense_inner(self._own_axis_first(mine.grad, 1)[:, 0], own)
+
+        return by_chunks(self.batch_size, 3 * other._dense_bytes(), self.device, inner)
 
     def _layout(self) -> tuple[int, int, int, int]:
         return self.dim, self.outer_size, self.total, self.inner_size
@@ -223,10 +222,7 @@ class Sum(_Composed):
         return 2 * self._dense_bytes() <= memory_budget(self.device)
 
     def _sq_norm_by_adding(self) -> Tensor:
-        result = self._zeros(self.dtype)
-        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
-            result[part] = norms.dense_sq_norm(self.samples(part.start, part.stop)._dense())
-        return result
+        return self._by_chunks(2, lambda part: norms.dense_sq_norm(self._formed(part)))
 
     def _sq_norm_by_pairs(self) -> tuple[Tensor, Tensor]:
         """The squared norm, and the size of what was added up for it."""
@@ -404,9 +400,7 @@ class Ragged(_Composed):
                 parts.append(None)
             else:
                 parts.append(term._sq_norm())
-        formed = iter(
-            norms.outers_direct_sq_norm([(term.left, term.right) for term in alone]).split(1) if alone else ()
-        )
+        formed = iter(_sq_norms_by_forming(alone).split(1) if alone else ())
         found = [next(formed) if part is None else part for part in parts]
         return at_samples(self.groups, torch.cat(found), self.total)
 
@@ -441,6 +435,19 @@ class Ragged(_Composed):
             term.scaled(factors[torch.tensor(group, dtype=torch.int64, device=factors.device)]) for term, group in pairs
         ]
         return Ragged(scaled, self.groups, self.total)
+
+
+def _sq_norms_by_forming(terms: Sequence[Outer]) -> Tensor:
+    """The squared norms (n,) of n structures of one sample each, with a number of positions of its own."""
+    first = terms[0]
+    if not fits(first._dense_bytes(), first.device):
+        return torch.cat([term._direct_sq_norm() for term in terms])
+    lengths = first.left.new_empty(len(terms), first.shape[0], dtype=first.dtype.to_real())
+    formed = first.left.new_empty(1, *first.shape, dtype=first.dtype)
+    for term, own in zip(terms, lengths.split(1), strict=True):
+        torch.bmm(term.left.to(first.dtype).mT, term.right.to(first.dtype), out=formed)
+        norms.row_norms(formed, own)
+    return norms.squared(lengths).sum(1)
 
 
 def _disagreement(terms: Sequence[SampleGradient]) -> str:

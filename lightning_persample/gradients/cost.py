@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_persample.gradients.geometry import PatchGeometry
 
@@ -202,10 +203,16 @@ def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
-def outer_kernel(positions: int, rows: int, columns: int) -> MatrixKernel:
-    """The cheaper way to the squared norm of sum_t left[t] (x) right[t].
+def by_chunks(size: int, bytes_each: int, device: torch.device, compute: Callable[[slice], Tensor]) -> Tensor:
+    """What is computed of some entries at a time, see `chunks`, joined along its first axis."""
+    parts = [compute(part) for part in chunks(size, bytes_each, device)] or [compute(slice(0, 0))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    Gram takes T^2 (p + d) multiply-adds and a T^2 product, direct takes T p d and a p d square.
+
+def outer_kernel(positions: int, rows: int, columns: int, others: int | None = None) -> MatrixKernel:
+    """The cheaper way to the squared norm of sum_t left[t] (x) right[t], or to the inner product of two such sums.
+
+    Gram takes T S (p + d) multiply-adds and a T S product, direct takes (T + S) p d / 2 and a p d square.
 
     Example:
         >>> outer_kernel(positions=16, rows=512, columns=512), outer_kernel(positions=4096, rows=64, columns=64)
@@ -215,24 +222,34 @@ def outer_kernel(positions: int, rows: int, columns: int) -> MatrixKernel:
         positions: T, the number of terms.
         rows: p, the size of left[t].
         columns: d, the size of right[t].
+        others: S, the number of terms of the other sum; None is as many.
 
     Returns:
         "gram" or "direct".
     """
-    return outer_inner_kernel(positions, positions, rows, columns)
-
-
-def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns: int) -> MatrixKernel:
-    """The cheaper way to the inner product of two sums of outer products, with T and S terms."""
+    others = positions if others is None else others
     costs: dict[MatrixKernel, int] = {
-        "direct": rows * columns * ((positions + other_positions) // 2 + _ELEMENTWISE),
-        "gram": positions * other_positions * (rows + columns + _ELEMENTWISE),
+        "direct": rows * columns * ((positions + others) // 2 + _ELEMENTWISE),
+        "gram": positions * others * (rows + columns + _ELEMENTWISE),
     }
     return min(costs, key=lambda kernel: costs[kernel])
 
 
-def outer_forms_gradients(positions: int, rows: int, columns: int) -> bool:
-    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and their sum apart."""
+def linear_is_fused(positions: int, rows: int, columns: int) -> bool:
+    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and their sum apart.
+
+    Example:
+        >>> linear_is_fused(positions=128, rows=1024, columns=256), linear_is_fused(1, 1024, 256)
+        (True, False)
+
+    Args:
+        positions: T, the number of terms.
+        rows: p, the size of left[t].
+        columns: d, the size of right[t].
+
+    Returns:
+        True where the gradients should be formed.
+    """
     products = positions * rows * columns
     formed = products + (_ELEMENTWISE + _SUMMED) * rows * columns
     if positions == 1:
@@ -402,35 +419,42 @@ def _diagonal_cost(sizes: PatchSizes) -> int:
 
 def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
     """The cheapest of `patch_costs`."""
-    return _cheapest(sizes, dense, memory_budget(sizes.device))
-
-
-@lru_cache(_REMEMBERED)
-def _cheapest(sizes: PatchSizes, dense: bool, budget: int) -> PatchKernel:
-    costs = patch_costs(sizes, dense=dense, budget=budget)
-    return min(costs, key=lambda kernel: costs[kernel])
+    return next(iter(_cheapest_first(sizes, dense, memory_budget(sizes.device))))
 
 
 def forming_kernel(sizes: PatchSizes) -> PatchKernel:
     """The cheapest kernel that forms each gradient, where none is kept for longer than it takes to add it to a sum."""
-    return _cheapest_forming(sizes, memory_budget(sizes.device))
+    costs = _cheapest_first(sizes, False, memory_budget(sizes.device))
+    return next((kernel for kernel in costs if kernel in _FORMING), None) or patch_kernel(sizes, dense=True)
 
 
 @lru_cache(_REMEMBERED)
-def _cheapest_forming(sizes: PatchSizes, budget: int) -> PatchKernel:
-    costs = patch_costs(sizes, dense=False, budget=budget)
-    forming = [kernel for kernel in _FORMING if kernel in costs]
-    return min(forming, key=lambda kernel: costs[kernel]) if forming else _cheapest(sizes, True, budget)
+def _cheapest_first(sizes: PatchSizes, dense: bool, budget: int) -> dict[PatchKernel, int]:
+    costs = patch_costs(sizes, dense=dense, budget=budget)
+    return dict(sorted(costs.items(), key=lambda cost: cost[1]))
 
 
-def patches_form_gradients(sizes: PatchSizes) -> bool:
-    """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart."""
-    return _forming_is_cheaper(sizes, memory_budget(sizes.device))
+def convolution_is_fused(
+    input_size: tuple[int, ...], out_channels: int, geometry: PatchGeometry, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether forming each of a convolution's weight gradients costs less than their squared norms and their sum apart.
 
+    Args:
+        input_size: (C, *in), with all rows of a sample counted as one.
+        out_channels: O.
+        geometry: where the patches lie.
+        dtype: of the input and the output's gradient.
+        device: where the kernel will run.
 
-@lru_cache(_REMEMBERED)
-def _forming_is_cheaper(sizes: PatchSizes, budget: int) -> bool:
-    costs = patch_costs(sizes, dense=False, budget=budget)
-    formed = min((costs[kernel] for kernel in _FORMING if kernel in costs), default=None)
-    apart = min(costs.values()) + sizes.own_products
+    Returns:
+        True where the gradients should be formed.
+    """
+    out_size = geometry.output_size(tuple(input_size[1:]))
+    if 0 in (*out_size, *input_size, out_channels):
+        return False
+    sums = torch.promote_types(dtype, torch.float32)
+    sizes = PatchSizes(1, input_size[0], out_channels, geometry, out_size, sums.itemsize, device)
+    costs = _cheapest_first(sizes, False, memory_budget(sizes.device))
+    formed = next((cost for kernel, cost in costs.items() if kernel in _FORMING), None)
+    apart = next(iter(costs.values())) + sizes.own_products
     return formed is not None and formed + _SUMMED * sizes.result < apart

@@ -14,6 +14,7 @@ from math import prod
 from operator import mul
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes
@@ -46,6 +47,10 @@ class Rows:
         """(O, C/G, *kernel)."""
         return self.grad_out.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel_size
 
+    def part(self, samples: slice, dtype: torch.dtype) -> Rows:
+        """Some of the samples, in `dtype`."""
+        return Rows(self.grad_out[samples].to(dtype), self.input[samples].to(dtype), self.geometry)
+
     def sizes(self, dtype: torch.dtype) -> PatchSizes:
         """What the kernels cost depends on this, where sums are taken in `dtype`."""
         rows, channels, device = self.input.shape[1], self.input.shape[2], self.input.device
@@ -75,6 +80,10 @@ class Rows:
         stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
         return read.as_strided(size, stride)
 
+    def covered(self) -> Tensor:
+        """The sum over each patch of every channel: (b, c, k, *out)."""
+        return self.windows(self.read()).sum(tuple(range(2, 2 + len(self.geometry.kernel_size))))
+
     def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
         """The input with its patches written out along all spatial axes but the first, for one row per sample."""
         # Along the first axis, an offset of the kernel then only shifts the positions: those that fall together after a
@@ -102,6 +111,24 @@ class Rows:
         """Every patch: (b G, C K / G, T)."""
         groups, positions = self.group_shape
         return self.windows(self.read()).reshape(groups, prod(self.weight_shape[1:]), positions)
+
+
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def convolved(inputs: Tensor, kernel: Tensor, geometry: PatchGeometry, out_size: tuple[int, ...]) -> Tensor:
+    """The convolution of inputs by a kernel, at the positions of the output."""
+    # inputs (n, C, *in), kernel (O, C/groups, *kernel) -> (n, O, *out_size)
+    padding = tuple(before for before, _ in geometry.padding)
+    if any(before != after for before, after in geometry.padding):
+        inputs = torch.constant_pad_nd(inputs, [number for pair in reversed(geometry.padding) for number in pair])
+        padding = (0,) * len(padding)
+    out = _CONVOLUTIONS[len(out_size)](
+        inputs, kernel, None, geometry.stride, padding, geometry.dilation, geometry.groups
+    )  # may hold more positions than the output has
+    for axis, size in enumerate(out_size, start=2):
+        out = out if out.shape[axis] == size else out.narrow(axis, 0, size)
+    return out
 
 
 def _dense_unfolded(rows: Rows) -> Tensor:

@@ -27,7 +27,7 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
         torch.float32
 
     Args:
-        *tensors: of a floating point or complex dtype.
+        *tensors: integers among them change nothing.
 
     Returns:
         The dtype.

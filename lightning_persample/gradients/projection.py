@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt, prod
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
+from lightning_persample.gradients.cost import by_chunks
 
 Kind = Literal["normal", "rademacher"]
 _Key = tuple[str, str, int, int, torch.dtype, torch.device]
@@ -54,6 +55,21 @@ class Factors:
     def rows_of(self, matrices: Tensor) -> Tensor:
         """Project the rows of matrices: (n, p, c) to (n, a, c)."""
         return matrices if self.left is None else torch.bmm(self.left.expand(len(matrices), -1, -1), matrices)
+
+    def by_chunks(self, like: Tensor, numbers_each: int, project: Callable[[slice], Tensor]) -> Tensor:
+        """(B, a b), some samples at a time, each of which needs so many numbers for its temporaries."""
+        bytes_each = (numbers_each + self.size) * self.dtype.itemsize
+        return by_chunks(len(like), bytes_each, like.device, project).reshape(-1, self.size)
+
+    def of_gradients(self, grad: Tensor) -> Tensor:
+        """Project gradients (B, *shape): (B, a b)."""
+        shape, dtype = grad.shape[1:], self.dtype
+        p = shape[0] if len(shape) > 1 else 1
+        if self.left is None and self.right is None:
+            return grad.reshape(grad.shape[0], self.size).to(dtype, copy=True)
+        d = shape.numel() // p
+        numbers = copied_numbers(grad, dtype) + min(p * self.columns, d * self.rows)
+        return self.by_chunks(grad, numbers, lambda part: self.of(grad[part].to(dtype).reshape(-1, p, d)))
 
     def of(self, matrices: Tensor) -> Tensor:
         """Project both sides of matrices, in the cheaper order: (n, p, d) to (n, a, b)."""
@@ -199,6 +215,11 @@ class Projection:
         else:
             drawn = torch.randint(0, 2, size, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
         return drawn.to(device, dtype) * rows**-0.5
+
+
+def copied_numbers(tensor: Tensor, dtype: torch.dtype) -> int:
+    """How many numbers of one sample are copied for a product in `dtype`."""
+    return tensor[:1].numel() if tensor.dtype != dtype or not tensor.is_contiguous() else 0
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
-from lightning_persample.gradients.cost import Result, chunks, run_for_use
+from lightning_persample.gradients.cost import Result, by_chunks, chunks, run_for_use
 from lightning_persample.gradients.moments import Moments, dense_moments, total_moments
-from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
 AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
@@ -58,7 +57,7 @@ class SampleGradient(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient is added up: float32 at least."""
-        return precision.accumulation_dtype(*[x for x in self.tensors() if x.is_floating_point() or x.is_complex()])
+        return precision.accumulation_dtype(*self.tensors())
 
     @property
     def device(self) -> torch.device:
@@ -116,11 +115,7 @@ class SampleGradient(ABC):
             known = one._inner(two)
             if known is not None:
                 return known
-        result = self._zeros(torch.promote_types(self.dtype, other.dtype))
-        for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
-            ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
-            result[part] = norms.dense_inner(ours, theirs)
-        return result
+        return self._by_chunks(3, lambda part: norms.dense_inner(self._formed(part), other._formed(part)))
 
     def _run(self, kernel: Callable[..., Result], *arguments: Any, beside: SampleGradient | None = None) -> Result:
         """Run a kernel out of autocast, with memory counted by what this structure holds, and the one beside it."""
@@ -201,6 +196,15 @@ class SampleGradient(ABC):
         """The same structure for the samples at these places alone, (m,) integers; its tensors are copies."""
         return self._map(lambda tensor: tensor[samples])
 
+    def _formed(self, part: slice) -> Tensor:
+        """The gradients of some samples."""
+        is_all = part.stop - part.start == self.batch_size
+        return (self if is_all else self.samples(part.start, part.stop))._dense()
+
+    def _by_chunks(self, copies: int, compute: Callable[[slice], Tensor]) -> Tensor:
+        """What is computed of some samples at a time, whose gradients are held so many times: (B, ...)."""
+        return by_chunks(self.batch_size, copies * self._dense_bytes(), self.device, compute)
+
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         """One real zero for each sample, in the precision of `dtype`: (B,)."""
         return torch.zeros(self.batch_size, dtype=dtype.to_real(), device=self.device)
@@ -211,31 +215,34 @@ class SampleGradient(ABC):
     def _sq_norm_or_later(self, later: precision.Later) -> Tensor:
         return self._sq_norm()
 
+    def _sq_norm_and_sum(self) -> tuple[Tensor, Tensor]:
+        """The squared norms and the sum over the samples, with each gradient formed once."""
+        total, squares = torch.zeros(self.shape, dtype=self.dtype, device=self.device), self._zeros(self.dtype)
+        for part in chunks(self.batch_size, self._dense_bytes(), self.device):
+            formed = self._formed(part)
+            squares[part] = norms.dense_sq_norm(formed)
+            total += formed[0] if len(formed) == 1 else formed.sum(0)
+        return squares, total
+
     def _terms_sq_norm(self) -> Tensor:
         """Squared norm if what is added up were orthogonal; `_sq_norm` where it is far below this has cancelled."""
         return self._sq_norm()
 
     def _dot(self, vector: Tensor) -> Tensor:
-        result = self._zeros(torch.promote_types(self.dtype, vector.dtype))
-        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
-            result[part] = norms.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
-        return result
+        return self._by_chunks(2, lambda part: norms.dense_dot(self._formed(part), vector))
 
     def _project(self, factors: Factors) -> Tensor:
-        result = torch.zeros(self.batch_size, factors.size, dtype=factors.dtype, device=self.device)
-        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
-            result[part] = dense_projected(self.samples(part.start, part.stop)._dense(), factors)
-        return result
+        return self._by_chunks(2, lambda part: factors.of_gradients(self._formed(part)))
 
     def _square_sum(self) -> Tensor:
         total = torch.zeros(self.shape, dtype=self.dtype.to_real(), device=self.device)
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
-            total += _squares(self.samples(part.start, part.stop)._dense()).sum(0)
+            total += _squares(self._formed(part)).sum(0)
         return total
 
     def _moments(self) -> Moments:
         parts = list(chunks(self.batch_size, 3 * self._dense_bytes(), self.device)) or [slice(0, 0)]
-        return total_moments(dense_moments(self.samples(part.start, part.stop)._dense()) for part in parts)
+        return total_moments(dense_moments(self._formed(part)) for part in parts)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         """Inner product with a kind for which this structure knows a cheap way, else None."""

@@ -85,6 +85,21 @@ def dots(gradients: Sequence[SampleGradient], vectors: Sequence[Tensor]) -> list
     return terms + [Dense(torch.cat(rows, 1)).dot(torch.cat(parts)) for rows, parts in small.values()]
 
 
+def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
+    """The squared norm of each sample's gradient and the sum of all gradients, each formed once, some at a time.
+
+    It is for gradients that are formed for their norms anyway, as those of a convolution over many positions: their sum
+    is the gradient of the batch, which autograd then need not compute a second time.
+
+    Args:
+        gradient: what one use of a parameter contributes.
+
+    Returns:
+        sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
+    """
+    return gradient._run(gradient._sq_norm_and_sum)
+
+
 def _same(left: Tensor, rows: Tensor) -> bool:
     """Whether left (B, 1, p) and rows (B, p) are the same memory, read in the same way."""
     return (

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import InRunInfluence
-from lightning_persample.gradients.norms import outer_dot
+from lightning_persample.gradients import Outer
 from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, Built
 
@@ -89,7 +89,7 @@ def dot_by_hand(direction: nn.Module, x: Tensor, grad: Tensor) -> Tensor:
     """The dot (B,) of each sample's gradient of a layer with the weights of another one like it."""
     if isinstance(direction, nn.Linear):
         left, right = (each.reshape(len(grad), -1, each.size(-1)) for each in (grad, x))
-        dot = outer_dot(left, right, direction.weight)
+        dot = Outer(left, right).dot(direction.weight)
         return dot if direction.bias is None else dot + left.sum(1) @ direction.bias
     return (direction(x) * grad).reshape(len(grad), -1).sum(1)  # (all layers here are linear in their weights)
 

@@ -14,9 +14,9 @@ from lightning_persample.gradients import (
     Patches,
     PatchGeometry,
     SampleGradient,
-    fused,
     kernel_options,
     sq_norms_and_sum,
+    structure,
 )
 from tests.in_turn import in_turn
 
@@ -63,7 +63,7 @@ def assert_formed(gradient: SampleGradient, expected: list[Tensor]) -> None:
     ),
 )
 def test_outer_products(size: tuple[int, ...], dtype: torch.dtype, cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_IN_CACHE", cache)
+    monkeypatch.setattr(structure, "_IN_CACHE", cache)
     B, T, p, d = size
     left, right = draw(B, T, p, dtype=dtype), draw(B, T, d, dtype=dtype)
     assert_formed(Outer(left, right), [wide(g).T @ wide(x) for g, x in zip(left, right, strict=True)])

@@ -20,7 +20,6 @@ from lightning_persample.gradients import (
     Sum,
     indexed,
     kernel_options,
-    norms,
     patches,
 )
 from lightning_persample.gradients.cost import (
@@ -84,11 +83,11 @@ def test_convolution(name: str, kernel: PatchKernel, memory: str, layout: str, m
             assert gradient.dense().is_contiguous()
 
 
-OUTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gram": lambda left, right: norms.outer_gram_sq_norm(left, right)[0],
-    "direct": norms.outer_direct_sq_norm,
-    "gram-inner": lambda left, right: norms.outer_gram_inner(left, right, left, right),
-    "direct-inner": lambda left, right: norms._outer_direct_inner(left, right, left, right),
+OUTER: dict[str, Callable[[Outer], Tensor]] = {
+    "gram": lambda gradient: gradient._gram_sq_norm()[0],
+    "direct": Outer._direct_sq_norm,
+    "gram-inner": lambda gradient: gradient._gram_inner(gradient),
+    "direct-inner": lambda gradient: gradient._direct_inner(gradient),
 }
 
 
@@ -102,7 +101,7 @@ def test_matrix(B: int, T: int, p: int, d: int, kernel: str, memory: int | None)
     for b in range(B):
         expected[b] = sum(torch.outer(left[b, t], right[b, t]) for t in range(T)).square().sum()
     with kernel_options(KernelOptions(memory)):
-        assert_close(OUTER[kernel](left, right), expected)
+        assert_close(OUTER[kernel](Outer(left, right)), expected)
 
 
 # Low precision --------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def one_at_a_time(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> 
 def test_matrix_of_scaled_low_precision(T: int, kernel: str, dtype: torch.dtype) -> None:
     left, right = scaled(torch.randn(4, T, 19), dtype), torch.randn(4, T, 23).to(dtype)
     expected = sq_norm(torch.einsum("btp,btd->bpd", left.double(), right.double()))
-    got = OUTER[kernel](left, right)
+    got = OUTER[kernel](Outer(left, right))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
 
@@ -286,7 +285,6 @@ def test_every_convolution_kernel_is_exact_where_terms_cancel(
 @pytest.mark.parametrize("kernel", ["gram", "direct"])
 def test_every_matrix_kernel_is_exact(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_persample.gradients.structure.outer_kernel", lambda *_: kernel)
-    monkeypatch.setattr("lightning_persample.gradients.norms.outer_inner_kernel", lambda *_: kernel)
     left, right = torch.randn(3, 6, 5), torch.randn(3, 6, 7)
     expected = torch.einsum("btp,btd->bpd", left, right)
     one, other = Outer(left, right), Outer(right[:, :2, :5], right[:, :2])

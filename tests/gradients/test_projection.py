@@ -65,7 +65,7 @@ def test_every_convolution_without_forming_and_by_forming(name: str, monkeypatch
     gradient, dense = GEOMETRIES[name].build(torch.float64)
     for forming in (True, False):
         monkeypatch.setattr(
-            "lightning_persample.gradients.projected._forming_is_cheaper", lambda *_, forming=forming: forming
+            "lightning_persample.gradients.patches._forming_is_cheaper", lambda *_, forming=forming: forming
         )
         check(gradient, dense)
 
