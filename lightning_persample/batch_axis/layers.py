@@ -9,7 +9,16 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Entries, Followed, beside_lost, broadcast, keep, lost, propagation_rule
+from lightning_persample.batch_axis.base import (
+    Entries,
+    Followed,
+    beside_lost,
+    broadcast,
+    into_own_rows,
+    keep,
+    lost,
+    propagation_rule,
+)
 from lightning_persample.batch_axis.observed import ObservedCall
 
 _MEET = "meets two tensors of the batch with their batch axes at different places"
@@ -232,7 +241,8 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
             dim = output.dim() + from_right + (other.dim() == 1)
         places.append(axis.moved(dim))
     if summed_over:
-        return _contracted(call, alone=summed_over == 1, mixed=bool(places))
+        pooled = _pooled(call, left, 1, right, output.dim() - 2) or _pooled(call, right, 0, left, output.dim() - 1)
+        return pooled or _contracted(call, alone=summed_over == 1, mixed=bool(places))
     apart = len(places) == 2 and (places[0].dim != places[1].dim or not places[0].same_layout(places[1]))
     if apart and call.batch_size > 1:
         return lost(call, _MEET, mixes=True)
@@ -246,6 +256,21 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
         return place.moved(dim) if shared and tensor.size(dim) == size else None
 
     return keep(call, place, aligned)
+
+
+def _pooled(call: ObservedCall, matrix: Tensor, summed: int, rows: Tensor, dim: int) -> Followed | None:
+    """The answer where a matrix adds each row of the batch to one row of the result, as ``index_add`` does."""
+    own, axis = call.axis_of(matrix), call.axis_of(rows)
+    if matrix.requires_grad or matrix.dim() != 2 or not isinstance(axis, BatchAxis) or call.batch_size == 1:
+        return None
+    places = matrix.movedim(summed, 0) != 0
+    if isinstance(own, BatchAxis) and (own.mixing is not None or own.dim != summed or not own.same_layout(axis)):
+        return None
+    if len(places) != rows.size(axis.dim) or not bool((places.sum(1) == 1).all()):
+        return None
+    index = places.to(torch.uint8).argmax(1)
+    placed = into_own_rows(call, call.outputs[0].detach(), dim, index, rows)
+    return None if placed is None else replace(placed, by_values=True)
 
 
 def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
@@ -280,6 +305,13 @@ def _follow_einsum(call: ObservedCall) -> Followed:
     letter = letters_of_batch.pop()
     _, axis = call.located[0]
     if letter not in result_letters:
+        pairs = zip(spelled, call.operands, reversed(call.operands), strict=True) if len(spelled) == 2 else ()
+        for term, one, other in pairs:
+            to = next((each for each in term if each != letter and each in result_letters), None)
+            if to is not None and letter in term:
+                pooled = _pooled(call, one.tensor, term.index(letter), other.tensor, result_letters.index(to))
+                if pooled is not None:
+                    return pooled
         beside = sum(letter in letters for letters in spelled) > len(call.located)
         return _contracted(call, alone=beside, mixed=False)
     if any(not other.same_layout(axis) for _, other in call.located):

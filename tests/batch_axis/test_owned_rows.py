@@ -184,6 +184,46 @@ def test_losses_of_nodes_belong_to_their_graphs() -> None:
     assert_exact(record, loop(module, loss, [graph(batch, sample) for sample in range(B)]))
 
 
+def one_hot(batch: Batch) -> Tensor:
+    return F.one_hot(batch["owner"], len(batch["y"])).double()
+
+
+BY_MATRIX: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "matmul": lambda h, batch: one_hot(batch).T @ h,
+    "from-the-right": lambda h, batch: torch.mm(h.T, one_hot(batch)).T,
+    "einsum": lambda h, batch: torch.einsum("nb,nd->bd", one_hot(batch), h),
+    "weighed": lambda h, batch: (one_hot(batch) * batch["x"][:, :1].exp()).T @ h,
+    "comparison": lambda h, batch: (torch.arange(len(batch["y"]))[:, None] == batch["owner"]).double() @ h,
+}
+
+
+@pytest.mark.parametrize("name", BY_MATRIX)
+def test_rows_pooled_by_a_matrix_with_one_number_for_each_are_of_their_graphs(name: str) -> None:
+    module = Network(sums)
+
+    def loss(batch: Batch) -> Tensor:
+        return F.cross_entropy(module.head(BY_MATRIX[name](module(batch), batch)), batch["y"])
+
+    for seed in range(2):
+        batch = graphs(seed=seed)
+        record = captured(module, batch, lambda batch=batch: loss(batch), batch_layout=layout)
+        assert_exact(record, loop(module, loss, [graph(batch, sample) for sample in range(B)]))
+
+
+@pytest.mark.parametrize("name", ["two-graphs-in-a-row", "two-numbers-for-a-row"])
+def test_rows_of_several_graphs_pooled_by_a_matrix_are_named(name: str) -> None:
+    module, batch = Network(sums), graphs()
+    matrix = one_hot(batch).T.contiguous()
+    matrix[0] += matrix[1] if name == "two-numbers-for-a-row" else 0
+    matrix = matrix[[0, 0, 2, 3, 4]] if name == "two-numbers-for-a-row" else matrix.roll(1, 1)
+
+    def loss() -> Tensor:
+        return F.cross_entropy(module.head(matrix @ module(batch)), batch["y"])
+
+    record = captured(module, batch, loss, batch_layout=layout, unsupported="ignore")
+    assert (*record.mixing, *record.axis_lost) != ()
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_number_that_is_not_finite_stays_with_its_sample(number: float) -> None:
     module, batch = Network(sums), graphs()
