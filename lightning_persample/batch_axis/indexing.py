@@ -26,7 +26,7 @@ from lightning_persample.batch_axis.base import (
     reason_of,
     with_constant_rows,
 )
-from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
 
 _WHOLE = slice(None)
 Mark: TypeAlias = BatchAxis | Lost | None
@@ -349,6 +349,9 @@ def _by_entries(
             beside = 1 - dim if dim < 2 <= target.dim() else None
             return padded(call, axis, (after < 0).expand(target.shape), beside)
         return replace(keep(call, axis, partial(_along_target, target, items, axis)), by_values=True)
+    if isinstance(where, BatchAxis) and not says and not call.outputs[0].requires_grad:  # data, as `where` gives them
+        kept = where.mixed(call.mixing or f"`{call.name}` combines different samples{user_line()}")
+        return replace(keep(call, kept, partial(_along_target, target, items, kept)), by_values=True)
     if call.mixing is not None or says:
         return None
     reason = reason_of(call, "writes samples into places of other samples, or of none")

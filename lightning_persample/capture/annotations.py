@@ -164,8 +164,9 @@ def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
 
 
 def adds_a_term(call: ObservedCall) -> bool:
-    """Whether a number made of weights alone is added to one computed over the whole batch: a penalty."""
-    return call.op in _SUMS and not call.located and all(operand.tensor.numel() == 1 for operand in call.operands)
+    """Whether numbers made of weights alone are added to ones computed over the whole batch: a penalty."""
+    of_all = all(mark.alone is None and (mark.reduced or tensor.numel() == 1) for tensor, mark in call.lost)
+    return call.op in _SUMS and not call.located and of_all
 
 
 class Constant:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -437,6 +438,71 @@ def test_a_mean_and_a_sum_over_the_samples_in_one_loss_are_named(name: str, kind
     assert text.endswith(": take one of the two for both")
 
 
+def two_losses(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([m(x)[:, :2].square().mean(), m(x)[:, 2:].abs().mean()])
+
+
+WEIGHED_BY_UNCERTAINTY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "stacked": lambda losses, s: (losses * torch.exp(-s) + s).sum(),
+    "one-by-one": lambda losses, s: sum(loss * torch.exp(-each) + each for loss, each in zip(losses, s, strict=True)),
+    "divided": lambda losses, s: (losses / (2 * s.exp() ** 2) + s).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED_BY_UNCERTAINTY)
+def test_losses_weighed_by_their_uncertainty_have_a_penalty_of_no_sample(name: str) -> None:
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), s=nn.Parameter(torch.tensor([0.3, -0.2])))
+    batch = (vectors(),)
+    record = record_of(module, lambda m, x: WEIGHED_BY_UNCERTAINTY[name](two_losses(m, x), m.s), *batch)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+
+    def without_it(m: nn.Module, x: Tensor) -> Tensor:
+        return WEIGHED_BY_UNCERTAINTY[name](two_losses(m, x), m.s) - m.s.sum()
+
+    assert_values(record, loop(module, without_it, batch))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
+def test_a_bias_added_to_a_number_of_one_sample_is_no_penalty(shape: tuple[int, ...]) -> None:
+    module = Model(lambda m, x: x, w=nn.Parameter(torch.randn(6)), bias=nn.Parameter(torch.randn(shape)))
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return sum((row @ m.w + m.bias).square().sum() for row in x) / len(x)
+
+    assert_exact(module, loss, (vectors(),))
+
+
+def test_a_weight_of_pairs_of_samples_has_no_share_of_each() -> None:
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), logit_scale=nn.Parameter(torch.tensor(0.5)))
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        logits = m.logit_scale.exp() * (m(x) @ F.normalize(x[:, :4], dim=-1).T)
+        return -F.logsigmoid(logits * (2 * torch.eye(len(x)) - 1)).sum() / len(x)
+
+    record = record_of(module, loss, vectors())
+    assert list(record.unsupported) == ["logit_scale"]
+    assert "`matmul` meets two tensors of the batch" in record.unsupported["logit_scale"]
+    assert record.unsupported["logit_scale"].endswith(
+        "; each entry there is of several samples, so that none has a gradient of its own"
+    )
+
+
+CUT_AND_MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mixup": lambda x: 0.7 * x + 0.3 * x[[3, 0, 1, 4, 2]],
+    "cutmix": lambda x: written(x.clone(), (slice(None), slice(1, 3), slice(2, 5)), x[[3, 0, 1, 4, 2], 1:3, 2:5]),
+}
+
+
+@pytest.mark.parametrize("name", CUT_AND_MIXED)
+def test_inputs_mixed_with_those_of_other_samples_keep_the_rows_of_the_loss(name: str) -> None:
+    module, x, y = nn.Sequential(nn.Flatten(), nn.Linear(30, 3)), sequences(), torch.randint(3, (B,))
+    record = record_of(module, lambda m, x, y: F.cross_entropy(m(CUT_AND_MIXED[name](x)), y), x, y)
+    assert record.unsupported == {}
+    operation = {"mixup": "add", "cutmix": "setitem"}[name]
+    assert any(f"`{operation}` combines different samples at test_mixing.py:" in text for text in record.mixing)
+    assert_values(record, loop(module, lambda m, x, y: F.cross_entropy(m(x), y), (CUT_AND_MIXED[name](x), y)))
+
+
 def test_a_penalty_that_no_sample_is_in_is_no_second_reduction() -> None:
     module, batch = nn.Linear(6, 4), sequences()
     record = record_of(module, lambda m, x: m(x).square().mean() + m.weight.square().sum(), batch)
@@ -460,8 +526,8 @@ def of_other_samples(x: Tensor) -> Tensor:
     return (x[:, 0] > 0).long().flip(0)
 
 
-def written(target: Tensor, rows: Tensor) -> Tensor:
-    target[rows] = 0.0
+def written(target: Tensor, rows: Any, value: Tensor | float = 0.0) -> Tensor:
+    target[rows] = value
     return target
 
 
