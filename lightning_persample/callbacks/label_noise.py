@@ -505,14 +505,9 @@ def _share_as_wrong(scores: Tensor, positive: Tensor) -> tuple[float, float]:
         return math.nan, 1.0
     rank = max(1, round(flipped / (1 + flipped / _ENOUGH)))
     reached = int((scores[~positive] >= scores[positive].topk(rank).values[-1]).sum())
-    least, most = min(reached, others), others
-    while least < most:  # the largest number that is not refused
-        middle = (least + most + 1) // 2
-        if _share_of_orders(middle, reached, rank, flipped) > _REFUSED:
-            least = middle
-        else:
-            most = middle - 1
-    return min(1.0, reached * (flipped + 1) / (rank * others)), least / others
+    known = range(min(reached, others), others + 1)  # the first of them is never refused
+    allowed = bisect_left(known, True, key=lambda wrong: _share_of_orders(wrong, reached, rank, flipped) <= _REFUSED)
+    return min(1.0, reached * (flipped + 1) / (rank * others)), known[allowed - 1] / others
 
 
 def _share_of_orders(wrong: int, reached: int, rank: int, flipped: int) -> float:

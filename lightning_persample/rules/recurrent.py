@@ -93,27 +93,15 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
     with torch.enable_grad():
         output, finals, replayed = _replay(kind, inputs, initial, layers, valid, masks)
     _check(kind, output, sequences(call.output) if call.output is not None else None, valid)
-    given = [sequences(grad_outputs[0])] if grad_outputs[0] is not None else []
-    reached = [output] if grad_outputs[0] is not None else []
-    for final, grad in zip(finals, grad_outputs[1:], strict=True):
-        if grad is not None:
-            reached.append(final)
-            given.append(columns(grad))
-    leaves = [leaf for part in replayed for leaf in _leaves(part)] + [inputs] * inputs.requires_grad
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(reached, [*leaves, *initial], given, allow_unused=True)
-    filled = [
-        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip([*leaves, *initial], grads, strict=True)
+    given = [
+        None if grad is None else columns(grad) if place else sequences(grad) for place, grad in enumerate(grad_outputs)
     ]
-    by_leaf = dict(zip(map(id, [*leaves, *initial]), filled, strict=True))
-    found: dict[str, SampleGradient] = {}
-    for part in replayed:
-        found |= _of_direction(part, by_leaf, call)
-    for name, state in zip(states, initial, strict=True):
+    found, grads = _pulled_back(call, replayed, [*initial, *[inputs] * inputs.requires_grad], [output, *finals], given)
+    for name, grad in zip(states, grads, strict=False):
         if name in call.weights:
-            grad = by_leaf[id(state)].unflatten(1, (call.batch_size, rows))
-            found[name] = Dense(grad.transpose(0, 1))
+            found[name] = Dense(grad.unflatten(1, (call.batch_size, rows)).transpose(0, 1))
     if inputs.requires_grad:
-        grad = by_leaf[id(inputs)].unflatten(0, (call.batch_size, -1))
+        grad = grads[-1].unflatten(0, (call.batch_size, -1))
         found["input"] = Dense(grad.transpose(1, 2) if time_first else grad)
     return found
 
@@ -129,19 +117,27 @@ def recurrent_cell(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ...
     initial = [arguments[name].to(dtype).flatten(0, 1)[None].requires_grad_() for name in states]
     with torch.enable_grad():
         _, finals, replayed = _replay(kind, inputs, initial, [[weights]], None, [], apart=call.nested)
-    pairs = [(final, grad) for final, grad in zip(finals, grad_outputs, strict=True) if grad is not None]
-    leaves = [*(leaf for part in replayed for leaf in _leaves(part)), *initial]
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-        [final for final, _ in pairs], leaves, [grad.flatten(0, 1)[None] for _, grad in pairs], allow_unused=True
-    )
-    by_leaf = {
-        id(leaf): torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)
-    }
-    found = _of_direction(replayed[0], by_leaf, call)
-    for name, state in zip(states, initial, strict=True):
+    given = [None if grad is None else grad.flatten(0, 1)[None] for grad in grad_outputs]
+    found, grads = _pulled_back(call, replayed, initial, finals, given)
+    for name, grad in zip(states, grads, strict=True):
         if name in call.weights:
-            found[name] = Dense(by_leaf[id(state)][0].unflatten(0, (call.batch_size, -1)))
+            found[name] = Dense(grad[0].unflatten(0, (call.batch_size, -1)))
     return found
+
+
+def _pulled_back(
+    call: Call, replayed: list[_Direction], others: list[Tensor], outputs: list[Tensor], given: list[Tensor | None]
+) -> tuple[dict[str, SampleGradient], tuple[Tensor, ...]]:
+    """From gradients of the outputs of a replay those of the weights, by sample, and of other leaves."""
+    leaves = [leaf for part in replayed for leaf in _leaves(part)]
+    reached = [output for output, grad in zip(outputs, given, strict=True) if grad is not None]
+    known = [grad for grad in given if grad is not None]
+    grads = torch.autograd.grad(reached, [*leaves, *others], known, materialize_grads=True)
+    by_leaf = dict(zip(map(id, leaves), grads, strict=False))
+    found: dict[str, SampleGradient] = {}
+    for part in replayed:
+        found |= _of_direction(part, by_leaf, call)
+    return found, grads[len(leaves) :]
 
 
 def _layers(arguments: Mapping[str, Any], kind: str, dtype: torch.dtype) -> list[list[_Weights]]:
