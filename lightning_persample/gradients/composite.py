@@ -29,34 +29,18 @@ def in_order(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Block(SampleGradient):
-    """The gradient of a parameter along whose axis `dim` the batch lies, which is zero outside the sample's own rows.
+    """The gradient of a parameter along whose axis `dim` the batch lies, zero outside the sample's own rows."""
 
-    The axis has size outer_size * total * inner_size, and sample number n of the total owns the entries
-    (o * total + n) * inner_size + i for all o and i. The squared norm is that of `grad`.
+    # The axis has size outer_size * total * inner_size, and sample number n of the total owns the entries
+    # (o * total + n) * inner_size + i for all o and i. The squared norm is that of `grad`.
 
-    Example:
-        >>> Block(torch.ones(2, 3), dim=0, outer_size=1, inner_size=3).dense()  # a parameter of shape (6,)
-        tensor([[1., 1., 1., 0., 0., 0.],
-                [0., 0., 0., 1., 1., 1.]])
-
-    Attributes:
-        grad: (B, *shape with shape[dim] replaced by outer_size * inner_size), o before i.
-        dim: axis of the parameter, counted without the axis B.
-        outer_size: number of times that the batch is repeated along the axis.
-        inner_size: number of neighbouring entries that belong to one sample.
-        position: (B,) int64, the number n of each sample; range(B) if it is left out.
-        total: number of samples in the parameter; B if it is left out or 0.
-
-    Raises:
-        ValueError: when grad's size along the axis is not outer_size * inner_size, or position is not (B,).
-    """
-
-    grad: Tensor
-    dim: int
-    outer_size: int
-    inner_size: int
-    position: Tensor = None  # type: ignore[assignment]  # filled in below, so that it is always a tensor
-    total: int = 0
+    grad: Tensor  # (B, *shape with shape[dim] replaced by outer_size * inner_size), o before i
+    dim: int  # counted without the axis B
+    outer_size: int  # number of times that the batch is repeated along the axis
+    inner_size: int  # number of neighbouring entries that belong to one sample
+    # (B,) int64, the number n of each sample; range(B) where it is left out, so that it is always a tensor
+    position: Tensor = None  # type: ignore[assignment]
+    total: int = 0  # number of samples in the parameter; 0 is B
 
     def __post_init__(self) -> None:
         shape = tuple(self.grad.shape)
@@ -142,17 +126,10 @@ class _Composed(SampleGradient):
 
 @dataclass(frozen=True, eq=False)
 class Sum(_Composed):
-    """The sum of structures of one parameter, g[b] = sum_n terms[n][b]; squared norms alone do not add.
+    """The sum of structures of one parameter, g[b] = sum_n terms[n][b]; squared norms alone do not add."""
 
-    |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
-    gradient is no larger than what they hold.
-
-    Attributes:
-        terms: structures of the same samples and the same parameter, at least one.
-
-    Raises:
-        ValueError: when there is no term, or terms differ in batch size or shape.
-    """
+    # |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
+    # gradient is no larger than what they hold.
 
     terms: Sequence[SampleGradient]
 
@@ -236,25 +213,17 @@ class Sum(_Composed):
 
 @dataclass(frozen=True, eq=False)
 class Deflated(SampleGradient):
-    """Another structure in another shape, less what lies along two directions in each row of what it is made of.
+    """Another structure in another shape, less what lies along two directions in each row of what it is made of."""
 
-    g[b, o] = source[b, o] - sum_k (source[b, o] . direction[k, o]) direction[k, o]: for a row of equal entries, of norm
-    1, if it is centred, and a direction orthogonal to that. A weight gets it whose rows are normalised. With dots
-    c[b, k, o], |g|^2 = |source|^2 - sum (2 - |direction|^2) c^2, for which nothing has to be formed.
+    # g[b, o] = source[b, o] - sum_k (source[b, o] . direction[k, o]) direction[k, o]: for a row of equal entries, of
+    # norm 1, if it is centred, and a direction orthogonal to that. A weight gets it whose rows are normalised. With
+    # dots c[b, k, o], |g|^2 = |source|^2 - sum (2 - |direction|^2) c^2, for which nothing has to be formed.
 
-    Attributes:
-        source: a structure with rows o.
-        size: the shape of the parameter, which holds as many entries.
-        removed: what is taken from the squared norm, (B,); None where nothing is taken away.
-        direction: (O, n); None where there is none.
-        centred: whether the mean of each row is taken away.
-    """
-
-    source: Outer | Patches | Dense
-    size: torch.Size
-    removed: Tensor | None = None
-    direction: Tensor | None = None
-    centred: bool = False
+    source: Outer | Patches | Dense  # with rows o
+    size: torch.Size  # the shape of the parameter, which holds as many entries
+    removed: Tensor | None = None  # what is taken from the squared norm, (B,); None where nothing is taken away
+    direction: Tensor | None = None  # (O, n)
+    centred: bool = False  # whether the mean of each row is taken away
 
     @property
     def shape(self) -> torch.Size:
@@ -320,24 +289,11 @@ def at_samples(groups: Sequence[Sequence[int]], values: Tensor, total: int) -> T
 
 @dataclass(frozen=True, eq=False)
 class Ragged(_Composed):
-    """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest.
+    """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest."""
 
-    Example:
-        >>> Ragged([Dense(torch.ones(1, 2)), Dense(torch.full((2, 2), 2.0))], [(3,), (0, 1)], 4).sq_norm().round()
-        tensor([8., 8., 0., 2.])
-
-    Attributes:
-        terms: the structure of each group.
-        groups: the samples of each group, in the order of the structure's; no sample stands in two.
-        total: number of samples B.
-
-    Raises:
-        ValueError: when a structure has another number of samples than its group, or another shape than the first.
-    """
-
-    terms: Sequence[SampleGradient]
-    groups: Sequence[Sequence[int]]
-    total: int
+    terms: Sequence[SampleGradient]  # of each group
+    groups: Sequence[Sequence[int]]  # the samples of each, in the order of the structure's; none stands in two
+    total: int  # number of samples B
 
     def __post_init__(self) -> None:
         sizes = [(len(group), self.terms[0].shape) for group in self.groups]
@@ -461,25 +417,9 @@ def _disagreement(terms: Sequence[SampleGradient]) -> str:
 
 
 def add_up(terms: Sequence[SampleGradient], *, into_first: bool = False) -> SampleGradient:
-    """Add structures of one parameter: what is of one kind becomes one structure, the rest a `Sum`.
-
-    Dense and Block add, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k.
-
-    Example:
-        >>> one = Outer(torch.ones(5, 2, 3), torch.ones(5, 2, 4))
-        >>> add_up([one, one]).left.shape
-        torch.Size([5, 4, 3])
-
-    Args:
-        terms: structures of the same samples and the same parameter, at least one.
-        into_first: the memory of the first term may be that of the sum.
-
-    Returns:
-        One structure, equal to the sum of all.
-
-    Raises:
-        ValueError: when there is no term, or terms differ in batch size or shape.
-    """
+    """Add structures of the same samples and the same parameter: what is of one kind becomes one, the rest a `Sum`."""
+    # Dense and Block add, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k. With
+    # `into_first` the memory of the first term may be that of the sum.
     if error := _disagreement(terms):
         raise ValueError(f"add_up: {error}")
     if len(terms) == 1:

@@ -20,18 +20,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How the kernels of all quantities run; no option changes what they compute.
-
-    Attributes:
-        max_memory: bytes that the temporaries of one kernel may take; None leaves it to
-            `lightning_persample.gradients.cost.memory_budget`. One sample's, or one row's where rows can be
-            separated, are taken in any case.
-
-    Raises:
-        ValueError: when max_memory is less than one byte.
-    """
+    """How the kernels of all quantities run, which changes nothing of what they compute."""
 
     max_memory: int | None = None
+    """Bytes for the temporaries of one kernel, at least one sample's or row's; None leaves it to `memory_budget`."""
 
     def __post_init__(self) -> None:
         if self.max_memory is not None and self.max_memory < 1:
@@ -42,13 +34,9 @@ DEFAULT_OPTIONS = KernelOptions()
 
 
 class kernel_options:  # noqa: N801 (a context manager)
-    """Run the kernels inside this context with these options.
+    """Run the kernels inside this context with these options, in place of those in force."""
 
-    They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
-
-    Args:
-        options: in place of those in force.
-    """
+    # They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
 
     __slots__ = ("_before", "_state")
 
@@ -173,23 +161,9 @@ def halved_memory_budget(times: int) -> Iterator[None]:
 
 
 def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
-    """Cut an axis of `size` entries, each of which needs `bytes_each` bytes, into slices that fit the memory budget.
-
-    A slice holds at least one entry, so a kernel stays within the budget as far as one entry does. Slices are of one
-    size, and on a CPU a multiple of the number of threads, so that none of them waits for another.
-
-    Example:
-        >>> [(part.start, part.stop) for part in chunks(5, MEMORY_BUDGET // 2, torch.device("meta"))]
-        [(0, 2), (2, 4), (4, 5)]
-
-    Args:
-        size: number of entries.
-        bytes_each: bytes of temporaries for one entry.
-        device: where the temporaries live.
-
-    Yields:
-        Slices that cover 0 to `size`, in order, none of them empty.
-    """
+    """Cut an axis of `size` entries, each of which needs `bytes_each` bytes, into slices that fit the memory budget."""
+    # A slice holds at least one entry, so a kernel stays within the budget as far as one entry does. Slices are of one
+    # size, and on a CPU a multiple of the number of threads, so that none of them waits for another.
     if size and fits(size * bytes_each, device):
         yield slice(0, size)
         return
@@ -210,23 +184,9 @@ def by_chunks(size: int, bytes_each: int, device: torch.device, compute: Callabl
 
 
 def outer_kernel(positions: int, rows: int, columns: int, others: int | None = None) -> MatrixKernel:
-    """The cheaper way to the squared norm of sum_t left[t] (x) right[t], or to the inner product of two such sums.
-
-    Gram takes T S (p + d) multiply-adds and a T S product, direct takes (T + S) p d / 2 and a p d square.
-
-    Example:
-        >>> outer_kernel(positions=16, rows=512, columns=512), outer_kernel(positions=4096, rows=64, columns=64)
-        ('gram', 'direct')
-
-    Args:
-        positions: T, the number of terms.
-        rows: p, the size of left[t].
-        columns: d, the size of right[t].
-        others: S, the number of terms of the other sum; None is as many.
-
-    Returns:
-        "gram" or "direct".
-    """
+    """The cheaper way to |sum_t left[t] (x) right[t]|^2, or to the inner product of two such sums of T and S terms."""
+    # positions T, rows p, columns d, others S (None is T): Gram takes T S (p + d) multiply-adds and a T S product,
+    # direct takes (T + S) p d / 2 and a p d square.
     others = positions if others is None else others
     costs: dict[MatrixKernel, int] = {
         "direct": rows * columns * ((positions + others) // 2 + _ELEMENTWISE),
@@ -236,20 +196,8 @@ def outer_kernel(positions: int, rows: int, columns: int, others: int | None = N
 
 
 def linear_is_fused(positions: int, rows: int, columns: int) -> bool:
-    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and their sum apart.
-
-    Example:
-        >>> linear_is_fused(positions=128, rows=1024, columns=256), linear_is_fused(1, 1024, 256)
-        (True, False)
-
-    Args:
-        positions: T, the number of terms.
-        rows: p, the size of left[t].
-        columns: d, the size of right[t].
-
-    Returns:
-        True where the gradients should be formed.
-    """
+    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and their sum apart."""
+    # positions T, the number of terms; left[t] (p,), right[t] (d,)
     products = positions * rows * columns
     formed = products + (_ELEMENTWISE + _SUMMED) * rows * columns
     if positions == 1:
@@ -265,25 +213,15 @@ def _narrow(products: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class PatchSizes:
-    """What the kernels of a convolution's weight gradient cost depends on; the sizes are those of one sample.
+    """What the kernels of a convolution's weight gradient cost depends on; the sizes are those of one sample."""
 
-    Attributes:
-        rows: k, rows of one sample.
-        in_channels: C.
-        out_channels: O.
-        geometry: kernel, stride, padding, dilation and groups G.
-        out_size: number of output positions along each spatial axis.
-        item_size: bytes of one number.
-        device: where the kernel will run.
-    """
-
-    rows: int
-    in_channels: int
-    out_channels: int
+    rows: int  # k, of one sample
+    in_channels: int  # C
+    out_channels: int  # O
     geometry: PatchGeometry
-    out_size: tuple[int, ...]
-    item_size: int
-    device: torch.device
+    out_size: tuple[int, ...]  # number of output positions along each spatial axis
+    item_size: int  # bytes of one number
+    device: torch.device  # where the kernel will run
 
     @property
     def positions(self) -> int:
@@ -303,7 +241,9 @@ class PatchSizes:
     @property
     def layers(self) -> int:
         """How many numbers of one row are written where patches are written out along all axes but the first."""
-        return self.geometry.layer_numbers(self.in_channels, self.out_size)
+        geometry, places = self.geometry, self.geometry.places()
+        rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + self.out_size[0])
+        return self.in_channels * rows * prod(geometry.kernel_size[1:]) * prod(self.out_size[1:])
 
     @property
     def column_products(self) -> int:
@@ -342,30 +282,20 @@ class PatchSizes:
 
 
 def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) -> dict[PatchKernel, int]:
-    """What each way to a convolution's per-sample weight gradient, or to its squared norm, costs where it fits.
-
-    Per sample, with T positions of the output, P positions of the padded input that are read, K kernel offsets (K_a
-    along axis a), C input channels, O output channels and G groups:
-
-    - "autocorrelation" P^2 (C + O) for the Gram matrices of input and output gradient (T^2 O with a stride), and P^2 G
-      numbers added sum_a (K_a - 1) times;
-    - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
-    - "unfolded" T C K numbers unfolded, T C K O / G;
-    - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
-    - "diagonals" K_1 products of all columns of output gradient and input by channel, and sums along diagonals; for
-      one input channel in each group, on a CPU;
-    - "fourier" matrix products with the sines and cosines of F frequencies, F (P C + (T + K) O), and F O products; for
-      one input channel in each group, on a CPU;
-    - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
-
-    Args:
-        sizes: of the convolution.
-        dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
-        budget: bytes of temporaries; None takes `memory_budget`.
-
-    Returns:
-        Multiply-adds per sample, by the kernel's name; at least one.
-    """
+    """Multiply-adds per sample of each way to a convolution's weight gradient or its squared norm, where it fits."""
+    # `dense` says that the gradient itself is asked for, which Gram kernels cannot give; at least one way is there. Of
+    # T positions of the output, P positions of the padded input that are read, K kernel offsets (K_a along axis a), C
+    # input channels, O output channels and G groups:
+    # - "autocorrelation" P^2 (C + O) for the Gram matrices of input and output gradient (T^2 O with a stride), and
+    #   P^2 G numbers added sum_a (K_a - 1) times;
+    # - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
+    # - "unfolded" T C K numbers unfolded, T C K O / G;
+    # - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
+    # - "diagonals" K_1 products of all columns of output gradient and input by channel, and sums along diagonals; for
+    #   one input channel in each group, on a CPU;
+    # - "fourier" matrix products with the sines and cosines of F frequencies, F (P C + (T + K) O), and F O products;
+    #   for one input channel in each group, on a CPU;
+    # - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
     geometry, channels, outputs = sizes.geometry, sizes.in_channels, sizes.out_channels
     kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
     offsets, positions, read, result = prod(kernel_size), sizes.positions, sizes.read, sizes.result
@@ -437,18 +367,8 @@ def _cheapest_first(sizes: PatchSizes, dense: bool, budget: int) -> dict[PatchKe
 def convolution_is_fused(
     input_size: tuple[int, ...], out_channels: int, geometry: PatchGeometry, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether forming each of a convolution's weight gradients costs less than their squared norms and their sum apart.
-
-    Args:
-        input_size: (C, *in), with all rows of a sample counted as one.
-        out_channels: O.
-        geometry: where the patches lie.
-        dtype: of the input and the output's gradient.
-        device: where the kernel will run.
-
-    Returns:
-        True where the gradients should be formed.
-    """
+    """Whether forming each of a convolution's weight gradients costs less than squared norms and sum apart."""
+    # input_size (C, *in), with all rows of a sample counted as one
     out_size = geometry.output_size(tuple(input_size[1:]))
     if 0 in (*out_size, *input_size, out_channels):
         return False

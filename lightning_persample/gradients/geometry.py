@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,6 @@ class PatchGeometry:
         stride, gap = self.stride[0], self.dilation[0]
         offsets = [offset * gap for offset in range(self.kernel_size[0])]
         return [(offset % stride // math.gcd(stride, gap), offset // stride) for offset in offsets]
-
-    def layer_numbers(self, channels: int, out_size: tuple[int, ...]) -> int:
-        """How many numbers of one sample are written where patches are written out along all axes but the first."""
-        places = self.places()
-        rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + out_size[0])
-        return channels * rows * prod(self.kernel_size[1:]) * prod(out_size[1:])
 
 
 @lru_cache(1024)

@@ -11,18 +11,7 @@ ASYNCHRONOUS = {"cuda"}  # kinds of devices that write to pinned memory while th
 
 
 def on_its_way(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host; what is returned gives the copy, and waits for what came before it alone.
-
-    Example:
-        >>> on_its_way(torch.ones(2))()
-        tensor([1., 1.])
-
-    Args:
-        tensor: of any device; one of the CPU is given as it is.
-
-    Returns:
-        A function without arguments that gives a tensor of the CPU with the same shape and dtype.
-    """
+    """Start to copy a tensor to the host; what is returned gives the copy, and waits for what came before it alone."""
     if tensor.device.type not in ASYNCHRONOUS:
         return tensor.cpu
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -20,18 +20,7 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype in which sums over these tensors are taken: their common dtype, and float32 at least.
-
-    Example:
-        >>> accumulation_dtype(torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16))
-        torch.float32
-
-    Args:
-        *tensors: integers among them change nothing.
-
-    Returns:
-        The dtype.
-    """
+    """The dtype in which sums over these tensors are taken: their common one, and float32 at least."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor.dtype is not dtype:

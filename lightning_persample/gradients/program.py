@@ -66,15 +66,11 @@ _BY_VALUES = frozenset({
 
 
 class Program:
-    """Torch calls on slots, the first of which hold what it is given.
+    """Torch calls on slots, the first of which hold what it is given."""
 
-    Args:
-        steps: of each call its function (None makes a tuple), the slots of its arguments, that of its result, and those
-            that nobody reads any more.
-        constants: what the slots hold besides, in order.
-        results: slots of the results.
-        checks: slots of numbers, each with the least for which the results hold.
-    """
+    # A step has its function (None makes a tuple), the slots of its arguments, that of its result, and those that
+    # nobody reads any more. `constants` are what the slots hold besides, `checks` slots of numbers, each with the least
+    # for which the results hold.
 
     __slots__ = ("_checks", "_constants", "_read", "_steps")
 

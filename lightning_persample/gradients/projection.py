@@ -23,21 +23,13 @@ _MOST_KEPT = 256 * 2**20  # bytes of drawn matrices that a projection keeps; fur
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The two matrices that project a parameter read as a matrix (p, d): G becomes left G right^T, (a, b).
+    """The two matrices that project a parameter read as a matrix (p, d): G becomes left G right^T, (a, b)."""
 
-    Attributes:
-        left: (a, p); None leaves the rows as they are (a = p).
-        right: (b, d); None leaves the columns as they are (b = d).
-        rows: a.
-        columns: b.
-        dtype: of the matrices, in which sums are taken.
-    """
-
-    left: Tensor | None
-    right: Tensor | None
-    rows: int
-    columns: int
-    dtype: torch.dtype
+    left: Tensor | None  # (a, p); None leaves the rows as they are (a = p)
+    right: Tensor | None  # (b, d); None leaves the columns as they are (b = d)
+    rows: int  # a
+    columns: int  # b
+    dtype: torch.dtype  # of the matrices, in which sums are taken
 
     @property
     def size(self) -> int:

@@ -19,22 +19,9 @@ from lightning_persample.gradients.structure import Dense, Outer
 
 
 def sq_norms(gradients: Sequence[SampleGradient], later: list[Later | None] | None = None) -> list[Tensor]:
-    """The squared norm of each sample's gradient for each of several parameters.
-
-    Example:
-        >>> import torch
-        >>> x, g = torch.ones(5, 1, 4), torch.ones(5, 1, 2)
-        >>> [values[0].round().item() for values in sq_norms([Outer(g, x), Dense(g[:, 0])])]
-        [8.0, 2.0]
-
-    Args:
-        gradients: structures of the same samples.
-        later: takes for each what corrects it, as `SampleGradient.sq_norm_or_later` gives it, or None where nothing has
-            to; None in its place corrects them at once.
-
-    Returns:
-        (B,) for each, as `SampleGradient.sq_norm` gives it.
-    """
+    """The squared norm (B,) of each sample's gradient for each of several parameters, as `sq_norm` gives it."""
+    # `later` takes for each what corrects it, as `SampleGradient.sq_norm_or_later` gives it, or None where nothing has
+    # to; None in its place corrects them at once.
     if len(gradients) == 2:
         one, two = gradients
         if (
@@ -57,20 +44,7 @@ _SMALL = 4096  # numbers of a sample that are copied sooner than they are multip
 
 
 def dots(gradients: Sequence[SampleGradient], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """The terms whose sum is the dot of each sample's gradient of several parameters with one vector.
-
-    Example:
-        >>> one, other = Dense(torch.ones(5, 2)), Dense(torch.ones(5, 3))
-        >>> [term.tolist() for term in dots([one, other], [torch.ones(2), torch.ones(3)])]
-        [[5.0, 5.0, 5.0, 5.0, 5.0]]
-
-    Args:
-        gradients: structures of the same samples.
-        vectors: for each a tensor of its shape.
-
-    Returns:
-        (B,) each, as `SampleGradient.dot` gives it.
-    """
+    """The terms, (B,) each, whose sum is the dot of each sample's gradient of several parameters with one vector."""
     terms: list[Tensor] = []
     small: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for gradient, vector in zip(gradients, vectors, strict=True):
@@ -86,17 +60,9 @@ def dots(gradients: Sequence[SampleGradient], vectors: Sequence[Tensor]) -> list
 
 
 def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
-    """The squared norm of each sample's gradient and the sum of all gradients, each formed once, some at a time.
-
-    It is for gradients that are formed for their norms anyway, as those of a convolution over many positions: their sum
-    is the gradient of the batch, which autograd then need not compute a second time.
-
-    Args:
-        gradient: what one use of a parameter contributes.
-
-    Returns:
-        sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
-    """
+    """The squared norms (B,) and the sum of all gradients, each formed once, some at a time."""
+    # For gradients that are formed for their norms anyway, as those of a convolution over many positions: their sum is
+    # the gradient of the batch, which autograd then need not compute a second time.
     return gradient._run(gradient._sq_norm_and_sum)
 
 

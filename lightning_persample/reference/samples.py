@@ -38,19 +38,10 @@ _PLAIN = (str, bytes, int, float, complex, type, type(None))
 
 
 class Samples:
-    """A batch from which samples can be taken, as batches of fewer samples; where they lie is read as a capture does.
+    """A batch from which samples can be taken, as smaller batches; where they lie is read as a capture does."""
 
-    Args:
-        batch: the batch.
-        batch_size: number of samples B.
-        batch_dim: the axis of the samples.
-        batch_layout: where they lie in tensors that hold them otherwise.
-        is_declared: whether the user has declared the number of samples, see `lay_out`.
-        like: a batch with the kinds of lists and tuples that the parts are to have; None is the batch itself.
-
-    Attributes:
-        layout: where the samples lie in each tensor.
-    """
+    # `like` is a batch with the kinds of lists and tuples that the parts are to have, None the batch itself;
+    # `is_declared` says whether the user has declared the number of samples, see `lay_out`.
 
     def __init__(
         self,
@@ -130,24 +121,15 @@ class Samples:
 
 
 class Marked(TorchFunctionMode):
-    """Notes what `mark_samples` declares in a step that runs on a copy of a batch, of the tensors of the batch itself.
-
-    Args:
-        batch: the batch.
-        copied: a copy of it, on which the step runs.
-
-    Attributes:
-        layout: for tensors of the batch, whose rows they have, as `batch_layout` says it.
-        made: whether the step declares owners of rows in tensors that are none of the batch.
-    """
+    """Notes what `mark_samples` declares in a step on a copy of a batch, of the tensors of the batch itself."""
 
     def __init__(self, batch: Any, copied: Any) -> None:
         super().__init__()
         copies, originals = tensors_of(copied), tensors_of(batch)
         alike = len(copies) == len(originals)  # (a packed sequence may be packed in another order)
         self._originals = {id(copy): each for copy, each in zip(copies, originals, strict=True)} if alike else {}
-        self.layout: dict[Tensor, Any] = {}
-        self.made = False
+        self.layout: dict[Tensor, Any] = {}  # by tensor of the batch whose rows they are, as `batch_layout` says it
+        self.made = False  # whether the step declares owners of rows in tensors that are none of the batch
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

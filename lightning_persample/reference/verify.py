@@ -433,19 +433,12 @@ _DRAWS = having("draws") - having("drops") - {"randperm"}
 
 
 class Draws:
-    """Keeps the tensors that torch draws for a batch, and puts their rows into what is drawn for one sample of it.
-
-    Args:
-        batch_size: number of samples B.
-
-    Attributes:
-        unequal: whether a sample drew otherwise than the batch, so that it had numbers of its own.
-    """
+    """Keeps the tensors that torch draws for a batch, and puts their rows into what is drawn for one sample of it."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._kept: list[Tensor] = []
-        self.unequal = False
+        self.unequal = False  # whether a sample drew otherwise than the batch, so that it had numbers of its own
 
     def keep(self) -> AbstractContextManager[None]:
         """Keep what is drawn in this context."""

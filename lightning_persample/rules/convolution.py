@@ -60,24 +60,9 @@ def _geometry(
 def resolve_padding(
     padding: str | int | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """The padding before and after each spatial axis, as torch resolves it.
-
-    "same" pads dilation * (kernel - 1) in total; where that is odd, the extra element goes after.
-
-    >>> resolve_padding("same", (4, 3), (1, 2))
-    ((1, 2), (2, 2))
-
-    Args:
-        padding: "same", "valid", an integer, or a sequence of one integer (for all axes) or of one per axis.
-        kernel_size: one integer per axis.
-        dilation: one integer per axis.
-
-    Returns:
-        A pair (before, after) per axis.
-
-    Raises:
-        UnsupportedError: any other string.
-    """
+    """The padding (before, after) each spatial axis, as torch resolves it."""
+    # "same" pads dilation * (kernel - 1) in total; where that is odd, the extra element goes after. A sequence of one
+    # integer is for all axes.
     if padding == "valid":
         return ((0, 0),) * len(kernel_size)
     if padding == "same":

@@ -31,14 +31,9 @@ def is_of_torch(function: object) -> bool:
 
 @contextmanager
 def other_generators_kept(function: object = None) -> Iterator[Callable[[], bool]]:
-    """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any; torch's are not its task.
-
-    Args:
-        function: what runs inside, if nothing else does.
-
-    Yields:
-        A function that tells whether anything has drawn from them inside the context, since it was last asked.
-    """
+    """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any; torch's are not its task."""
+    # Gives what tells whether anything has drawn from them inside, since it was last asked; `function` is all that
+    # runs.
     if isinstance(function, _COMPILED):
         yield lambda: False
         return

@@ -14,7 +14,7 @@ from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.generators import generators_kept, other_generators_kept
 from lightning_persample.rules.registry import canonical_op, op_name
 from lightning_persample.rules.vector_jacobian import vector_jacobian
-from lightning_persample.torch_internals import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_persample.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 
 _RANDOM = "it draws random numbers"
 
@@ -35,35 +35,16 @@ def generic_rule(
     chunk_size: int | None = None,
     description: object = None,
 ) -> dict[int, Tensor]:
-    """Per-sample gradients of any op by ``vmap`` over the op's vector-Jacobian product.
-
-    Sample i's gradient is what calling ``function`` on the i-th entry of every batched leaf gives. The op is run again,
-    on copies where it works in place, so nothing of the caller is modified; float16 and bfloat16 leaves are computed in
-    float32. An op that torch cannot run batched is run on one sample after another. An op that mixes samples, or whose
-    plain arguments (an index, an axis, a size) address the batch axis, means something else on one sample: the caller
-    must not bring it here.
-
-    Args:
-        function: the op.
-        args: its positional arguments, any pytree.
-        kwargs: its keyword arguments, any pytree. Leaves are numbered in the order of ``tree_leaves((args, kwargs))``,
-            counting every leaf, tensor or not.
-        batched: the leaves that depend on the sample, batch-first: (B, *the shape that the op sees for one sample).
-        weights: the leaves whose per-sample gradients are asked for. One that is also in `batched` is a weight with
-            rows of its own for each sample.
-        grad_output: (B, *per-sample out) for an op with one tensor output. For several outputs a sequence with one
-            entry per floating point output in order, or one per tensor output; None for an output without a gradient.
-        chunk_size: how many samples are computed at once, by default all.
-        description: what errors call the call of the op, by default the op's name.
-
-    Returns:
-        {leaf: (B, *shape of the weight)}, the per-sample shape for a leaf in `batched`.
-
-    Raises:
-        UnsupportedError: the op writes to `out`, is random, has outputs that do not match `grad_output`, or fails on
-            one sample alone.
-        torch.OutOfMemoryError: as the device raised it; a smaller `chunk_size` needs less.
-    """
+    """Per-sample gradients of any op by `vmap` over its vector-Jacobian product, (B, *shape of the weight) by leaf."""
+    # Sample i's gradient is what calling ``function`` on the i-th entry of every batched leaf gives. The op is run
+    # again, on copies where it works in place, so nothing of the caller is modified; float16 and bfloat16 leaves are
+    # computed in float32. An op that torch cannot run batched is run on one sample after another. An op that mixes
+    # samples, or whose plain arguments (an index, an axis, a size) address the batch axis, means something else on one
+    # sample: the caller must not bring it here. Leaves are numbered in the order of ``tree_leaves((args, kwargs))``,
+    # counting every leaf, tensor or not. Those that depend on the sample are `batched`, (B, *the shape that the op sees
+    # for one sample); one that is also in `weights` has rows of its own for each sample. Of several outputs
+    # `grad_output` has one entry per floating point output in order, or one per tensor output; None for an output
+    # without a gradient. An error calls the op by `description`.
     call = _Call(function, args, kwargs, batched, weights, description)
     grads = [grad_output] if isinstance(grad_output, Tensor) else list(grad_output)
     present = [widen(grad) for grad in grads if grad is not None]
@@ -151,7 +132,7 @@ class _Call:
         self.function = function
         self._description = description or f"`{op_name(canonical_op(function))}`"
         self.has_out = kwargs.get("out") is not None
-        leaves, self.spec = _flatten(args, dict(kwargs))
+        leaves, self.spec = tree_flatten((args, dict(kwargs)))
         self.start = [widen(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.batched = {leaf: widen(value.detach()) for leaf, value in batched.items()}
         # The target of an in-place op is the first leaf.
@@ -191,10 +172,6 @@ class _Call:
     def complaint(self, reason: str) -> str:
         """The text of an error: the call, why, and what to do."""
         return f"{self._description}: {reason}; give it a rule of its own with lightning_persample.register_rule"
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    return tree_flatten((args, kwargs))
 
 
 def _is_in_place(function: Callable[..., Any]) -> bool:

@@ -169,19 +169,10 @@ _OPERATORS = {
 
 
 def canonical_op(op: Callable[..., Any]) -> object:
-    """The key under which an op is known.
-
-    Every spelling of one torch op (``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``a + b``, ``a += b``) has the op's
-    plain name as key. A custom op (`torch.library.custom_op`, ``torch.ops.mine.affine``, any of its overloads) has its
-    name with the namespace, ``mine.affine``. Any other function is its own key.
-
-    >>> import torch
-    >>> {canonical_op(op) for op in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__iadd__)}
-    {'add'}
-
-    Returns:
-        The name of an op of torch or of a library of custom ops, or the function itself.
-    """
+    """The key under which an op is known: its name, or the function itself."""
+    # Every spelling of one torch op (``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``a + b``, ``a += b``) has the
+    # op's plain name as key. A custom op (`torch.library.custom_op`, ``torch.ops.mine.affine``, any of its overloads)
+    # has its name with the namespace, ``mine.affine``.
     name = getattr(op, "__name__", None)
     if name is None or not is_torch_op(op):
         return name_of_custom_op(op)
@@ -315,15 +306,7 @@ def supported_ops() -> tuple[str, ...]:
 
 @contextmanager
 def watched(rule: Rule, function: RuleFunction) -> Iterator[None]:
-    """Let another function answer in place of a registered rule inside this context.
-
-    Args:
-        rule: the rule as `find_rule` gave it.
-        function: what is called instead.
-
-    Yields:
-        Nothing.
-    """
+    """Let another function answer in place of a registered rule inside this context."""
     _RULES[rule.op] = replace(rule, function=function)
     try:
         yield

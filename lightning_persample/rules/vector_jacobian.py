@@ -21,19 +21,9 @@ _MOST = 4096
 
 
 def vector_jacobian(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Pull]:
-    """Run a function, and give what takes gradients of its outputs to those of its inputs.
-
-    Args:
-        function: gives a list of tensors; it is called twice where torch.func does not know what is inside.
-        inputs: its arguments.
-
-    Returns:
-        The outputs without a graph, and a function from one gradient for each of them to one for each input, zeros for
-        an input that none depends on. It can be called any number of times.
-
-    Raises:
-        RuntimeError: of the function, as it was raised.
-    """
+    """Run a function, and give what takes gradients of its outputs, any number of times, to those of its inputs."""
+    # The function gives a list of tensors, here without a graph; it is called twice where torch.func does not know what
+    # is inside. An input that no output depends on gets zeros.
     with torch.enable_grad():
         try:
             outputs, pull = vjp(function, *inputs)[:2]
@@ -55,19 +45,9 @@ def vector_jacobian(function: Callable[..., list[Tensor]], inputs: Sequence[Tens
 
 
 def pull_each(pull: Pull, cotangents: Tensor, kind: Hashable | None) -> tuple[Tensor, ...]:
-    """What `pull` gives of each cotangent, (n, *shape) to (n, *input) for each input: at once where that is the same.
-
-    Args:
-        pull: of a function with one output, from `vector_jacobian`.
-        cotangents: gradients of the output, (n, *shape).
-        kind: what tells this function from others, as far as shapes and dtypes go; None where nothing does.
-
-    Returns:
-        As many tensors as the function has inputs.
-
-    Raises:
-        torch.OutOfMemoryError: as the device raised it; fewer cotangents need less.
-    """
+    """What `pull` gives of each cotangent, (n, *shape) to (n, *input) for each input: at once if that is the same."""
+    # `pull` is of a function with one output; `kind` tells this function from others, as far as shapes and dtypes go,
+    # None where nothing does.
     batches = BATCHES.get(kind) if kind is not None else None
     try:
         with warnings.catch_warnings():
