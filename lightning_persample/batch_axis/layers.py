@@ -259,14 +259,15 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
 
 
 def _pooled(call: ObservedCall, matrix: Tensor, summed: int, rows: Tensor, dim: int) -> Followed | None:
-    """The answer where a matrix adds each row of the batch to one row of the result, as ``index_add`` does."""
+    """The answer where ones of a matrix add each row of the batch to one row of the result, as ``index_add`` does."""
     own, axis = call.axis_of(matrix), call.axis_of(rows)
     if matrix.requires_grad or matrix.dim() != 2 or not isinstance(axis, BatchAxis) or call.batch_size == 1:
         return None
-    places = matrix.movedim(summed, 0) != 0
+    places = matrix.movedim(summed, 0) == 1
     if isinstance(own, BatchAxis) and (own.mixing is not None or own.dim != summed or not own.same_layout(axis)):
         return None
-    if len(places) != rows.size(axis.dim) or not bool((places.sum(1) == 1).all()):
+    has_others = len(places) != rows.size(axis.dim) or int(matrix.count_nonzero()) != len(places)
+    if has_others or not bool((places.sum(1) == 1).all()):
         return None
     index = places.to(torch.uint8).argmax(1)
     placed = into_own_rows(call, call.outputs[0].detach(), dim, index, rows)
