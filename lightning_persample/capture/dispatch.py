@@ -379,7 +379,7 @@ class Dispatcher(Collector):
                 result = plan.run(call)
             elif plan.in_the_open is None:
                 result = _RUNNING
-                result = function(*call.args, **call.kwargs)
+                result = call.function(*call.args, **call.kwargs)
             else:
                 result = _RUNNING
                 with self.visible:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import Node, register_multi_grad_hook
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import Followed, memory_of
@@ -32,8 +32,8 @@ from lightning_persample.batch_axis.observed import (
     version_of,
     without_data,
 )
-from lightning_persample.batch_axis.ops import LOSSES
-from lightning_persample.capture.annotations import DATA_SOURCES, Kind, Mark, data_of
+from lightning_persample.batch_axis.ops import LOSSES, POINTWISE
+from lightning_persample.capture.annotations import DATA_SOURCES, Kind, Mark, data_of, kind_of
 from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.contributions import (
     ByRule,
@@ -72,6 +72,7 @@ from lightning_persample.rules import Rule, op_name, rule_of
 from lightning_persample.torch_internals import (
     any_autocast_is_on,
     backward_keeps_graph,
+    is_view,
     is_wrapped_by_transform,
     saved_results,
     version_counter,
@@ -82,8 +83,20 @@ from lightning_persample.torch_internals import (
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _MOST_PROGRAMS = 32  # ways in which the tensors of calls of one plan lie in memory
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
+# In place of calls that read of their second tensor nothing but the shape.
+_BY_SHAPE: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.reshape_as: Tensor.reshape,
+    Tensor.view_as: Tensor.view,
+    Tensor.expand_as: Tensor.expand,
+}
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _NESTED = (tuple, list, torch.Size)
 _STRIDED = torch.strided
+
+
+def _has_no_shape(tensor: Tensor) -> bool:
+    """Whether torch does not say of a tensor how its entries lie: it is nested, sparse or wrapped by a transform."""
+    return tensor.layout is not _STRIDED or tensor.is_nested or is_wrapped_by_transform(tensor)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -134,11 +147,13 @@ class TorchCall:
             that count; None where something else, such as values, may decide, and there is no plan.
         writes: whether the call writes into a tensor that it is given.
         fused: where it has run fused, what its backward takes the sums over the samples from.
+        stop: nodes of its tensors, at which a walk down from the output ends, where it writes over one of them.
     """
 
     __slots__ = (
-        "args", "collector", "function", "fused", "kind", "kwargs", "marks", "signature", "tensors", "writes",
+        "args", "collector", "function", "fused", "kind", "kwargs", "marks", "signature", "stop", "tensors", "writes",
     )  # fmt: skip
+    stop: set[Node]
 
     def __init__(
         self,
@@ -151,6 +166,9 @@ class TorchCall:
         if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
             first, *names = kwargs
             args, kwargs = (kwargs[first],), {name: kwargs[name] for name in names}
+        by_shape = None if kind.by_layout or len(args) != 2 or kwargs else _BY_SHAPE.get(function)
+        if by_shape is not None and _PLAIN.issuperset(map(type, args)) and not any(map(_has_no_shape, args)):
+            function, args, kind = by_shape, (args[0], args[1].shape), kind_of(by_shape)
         self.function, self.args, self.kwargs, self.kind, self.collector = function, args, kwargs, kind, collector
         self.writes = kind.inplace or kind.moves or "out" in kwargs
         self.signature: Hashable | None = None
@@ -287,6 +305,9 @@ class Plan:
             return
         report.place = hooked.output_nr
         node.register_prehook(report.contribute)
+        if call.writes and call.kind.inplace:
+            collector.nodes.watch_inside(outputs, call.stop)
+            return
         stop = set()  # (last: no hook on the weights has to wait then) as `boundary`, without a call of a function
         for tensor in call.tensors:
             if tensor.grad_fn is not None:
@@ -316,6 +337,23 @@ def run_fused(form: FusedForm, call: TorchCall) -> Tensor:
     """Run a call so that its backward takes the sums that its report forms."""
     result, call.fused = form.run(call.tensors)
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class InPlacePlan(Plan):
+    """The same of a call that writes over its first argument, of which its rule is given a copy."""
+
+    is_sure: ClassVar[bool] = False
+
+    def holds(self, call: TorchCall) -> bool:
+        """Whether what was decided is so of this call, too."""
+        return view_base(call.tensors[0]) is None
+
+    def run(self, call: TorchCall) -> Any:
+        """Run the call."""
+        call.stop = boundary(call.tensors)
+        call.tensors[0] = call.tensors[0].detach().clone()
+        return call.function(*call.args, **call.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,7 +440,9 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         return
     if call.inplace:
         before, after = call.operands[0].axis, followed.outputs[0]
-        if use is not None or not (isinstance(before, BatchAxis) and isinstance(after, BatchAxis)):
+        if not (isinstance(before, BatchAxis) and isinstance(after, BatchAxis)):
+            return
+        if use is not None and (call.op not in POINTWISE or is_view(call.outputs[0])):
             return
         if not after.is_same(before):  # (other tensors on its memory have other samples now, too)
             return
@@ -431,6 +471,8 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         plan: Plan = LossPlan(rule, axes, slots, mixes, op=call.op, place=user_place(), name=name)
     elif call.fused is not None:
         plan = FusedPlan(rule, axes, slots, mixes, form=call.fused.form)
+    elif call.inplace and slots is not None:
+        plan = InPlacePlan(rule, axes, slots, mixes)
     else:
         plan = Plan(rule, axes, slots, mixes)
     _keep(call.signature, plan)

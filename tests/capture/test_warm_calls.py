@@ -75,6 +75,33 @@ def test_a_weight_may_lie_elsewhere_by_the_backward() -> None:
         torch.testing.assert_close(norms, found[0], rtol=1e-12, atol=0.0)
 
 
+class WritesOver(nn.Module):
+    """Scales and shifts in place what it has computed, and a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.shift, self.gain = nn.Linear(5, 4), *map(nn.Parameter, torch.rand(3, 4).add(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.first(x) * 1.0).mul_(self.scale).add_(self.shift).sin()
+        h = (h * 2.0).mul_(self.gain[0])
+        h[..., 1:3].mul_(self.gain[1:3])
+        return h.sub_(self.gain.reshape_as(self.shift)).div_(self.scale)
+
+
+@pytest.mark.parametrize("positions", [(), (3,)])
+def test_a_weight_may_be_written_into_samples(positions: tuple[int, ...]) -> None:
+    module, x = WritesOver().double(), torch.randn(6, *positions, 5, dtype=torch.float64)
+    plan.PLANS.clear()
+    for _ in range(4):
+        assert_exact(module, lambda module, x: module(x).square().sum() / len(x), (x,))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.rand_like(parameter), alpha=0.1)
+    names = {known.slots.op for known in plan.PLANS.values() if isinstance(known, plan.InPlacePlan)}
+    assert names == {"mul", "add", "sub", "div"}
+
+
 class Noting(TorchFunctionMode):
     """A mode of the user's."""
 
