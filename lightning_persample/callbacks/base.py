@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast, get_type_hints
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_persample.callbacks.lightning_internals import logging_step
@@ -159,6 +160,10 @@ class PerSampleCallback(Callback):
 
     def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
         """It has run, and nothing else since: gradients are as it left them; None of a batch without samples."""
+
+    def _vectors_of_dots(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, Tensor]:
+        """The vectors with which all dots are that it asks for, where they are known before the backward; else none."""
+        return {}
 
     def _training_view(self, loaders: list[Any]) -> TrainingView | None:
         """How this callback changes the samples of the training loaders, if it does."""
@@ -346,7 +351,7 @@ _ENTRIES: dict[str, Callable[[], Any]] = {
         "on_train_end", "on_fit_end", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint",
         "load_state_dict", "_backward_starts", "_backward_ended",
     ), type(None)),
-    "needs": set, "state_dict": dict, "should_capture": bool,
+    "needs": set, "state_dict": dict, "_vectors_of_dots": dict, "should_capture": bool,
 }  # fmt: skip
 
 

@@ -135,8 +135,10 @@ class InRunInfluence(PerSampleGradientWriter):
         self._device = "cpu"
 
     def needs(self, trainer: Trainer) -> set[str]:
-        """Dots, and norms where they are kept."""
-        return {"dot", "sq_norm"} if self.norms else {"dot"}
+        """Dots, and norms where they are kept or where the rate of a sample is a mean over them."""
+        names = (name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad)
+        has_one_rate = self._rates is None or self._rates.are_alike(names)
+        return {"dot"} if has_one_rate and not self.norms else {"dot", "sq_norm"}
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -149,10 +151,7 @@ class InRunInfluence(PerSampleGradientWriter):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows
     ) -> dict[str, Tensor]:
         """The four columns of a backward, each (m,); "shapley" is added up as the optimizers step."""
-        is_old = self._taken_at < 0 or not 0 <= rows.step - self._taken_at < self.refresh_every_n_steps
-        if is_old or not self._gradient.keys() >= set(record.names):  # (what began to train has none yet)
-            self._refresh(trainer, pl_module)
-            self._taken_at = rows.step
+        self._refresh_if_old(trainer, pl_module, rows.step, record.names)
         unknown = torch.full((len(rows),), float("nan"), dtype=torch.float64)
         found = {
             "val_dot": unknown,
@@ -251,6 +250,21 @@ class InRunInfluence(PerSampleGradientWriter):
     def _finish(self, trainer: Trainer) -> tuple[int, int]:
         self._shares = []  # no step comes any more
         return super()._finish(trainer)
+
+    def _vectors_of_dots(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, Tensor]:
+        """The validation gradient, where there is no further dot with what it is multiplied by entry by entry."""
+        is_adaptive = any(isinstance(each, _ADAPTIVE) for each in trainer.optimizers)
+        if self._rates is None or is_adaptive or self._backwards > 1:  # (a closure that runs again has no rows)
+            return {}
+        names = [name for name, p in pl_module.named_parameters() if p.requires_grad]
+        self._refresh_if_old(trainer, pl_module, trainer.global_step, names)
+        return self._gradient
+
+    def _refresh_if_old(self, trainer: Trainer, pl_module: LightningModule, step: int, names: Collection[str]) -> None:
+        is_old = self._taken_at < 0 or not 0 <= step - self._taken_at < self.refresh_every_n_steps
+        if is_old or not self._gradient.keys() >= set(names):  # (what began to train has none yet)
+            self._refresh(trainer, pl_module)
+            self._taken_at = step
 
     def _refresh(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the mean loss of the validation samples and its gradient at the weights of now."""
@@ -404,6 +418,9 @@ class _Share:
         self.rows.columns = {**self.rows.columns, "shapley": self.rows.columns["shapley"] + value}
 
 
+_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW)  # (the latter is one of the former since torch 2.7)
+
+
 def _factor(
     trainer: Trainer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> Tensor | float:
@@ -413,8 +430,7 @@ def _factor(
         momentum = float(group["momentum"])
         taken = 1.0 - float(group["dampening"]) if momentum and state.get("momentum_buffer") is not None else 1.0
         return 1.0 + momentum * taken if group["nesterov"] else taken
-    adaptive = (torch.optim.Adam, torch.optim.AdamW)  # (the latter is one of the former since torch 2.7)
-    if not any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in adaptive):
+    if not any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in _ADAPTIVE):
         raise UnsupportedError(f"it is known of SGD, Adam and AdamW, and {type(optimizer).__name__} steps otherwise")
     grad = parameter.grad
     if trainer.accumulate_grad_batches != 1 or getattr(trainer.precision_plugin, "scaler", None) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -393,6 +393,10 @@ class LearningRates:
         """The optimizer step is over; rows that still wait are of one that was skipped."""
         self._waiting, self._written = [], {}
 
+    def are_alike(self, names: Iterable[str]) -> bool:
+        """Whether all these parameters have one rate, whatever it will be."""
+        return len(self._now()) == 1 and self._groups.keys() >= set(names)
+
     def of_record(self, record: PerSampleRecord) -> float | Tensor:
         """The learning rate eta of each sample, now."""
         self._last = self._now()
@@ -403,7 +407,7 @@ class LearningRates:
         places = {self._groups[name] for name in record.sq_norms if name in self._groups}
         if places and self._handles:
             # Norms that are computed when they are read would hold what they are made of until the step.
-            has_one_rate = len(self._last) == 1 and self._groups.keys() >= record.sq_norms.keys()
+            has_one_rate = self.are_alike(record.names)
             norms = dict.fromkeys(record.sq_norms, _NO_NORM) if has_one_rate else dict(record.sq_norms)
             self._waiting.append(_Waiting(rows, norms, self._last, places))
 

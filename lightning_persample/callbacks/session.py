@@ -189,6 +189,7 @@ class SharedCapture:
         self._second_is_compared = self._second_is_refused = False
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
+        self._needs: list[frozenset[str]] = []  # of each receiver
         self._quantities: frozenset[str] = frozenset()
         self._sums_differ = False
         self._opened = 0  # how many steps were to be observed
@@ -300,7 +301,8 @@ class SharedCapture:
         if not self._receivers:
             self._rest.start()
             return run()
-        self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
+        self._needs = [frozenset(of_user(each.needs, self.trainer)) for each in self._receivers]
+        self._quantities = frozenset().union(*self._needs)
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self.module.automatic_optimization:
@@ -501,6 +503,7 @@ class SharedCapture:
         return result
 
     def _observed_backward(self, step: ObservedStep, backward: Callable[[], Any]) -> Any:
+        step.capture.take_dots(self._vectors_of_dots())
         step.start_backward()
         with step.capture.observe():
             result = backward()
@@ -515,6 +518,13 @@ class SharedCapture:
         else:
             self.reports.refuse(_why_no_record(self.module, len(step.capture.records)))
         return result
+
+    def _vectors_of_dots(self) -> Mapping[str, Tensor]:
+        """With what all dots are that are asked for, where that is known now and nothing else needs the gradients."""
+        asking = [each for each, needs in zip(self._receivers, self._needs, strict=True) if needs - {"sq_norm"}]
+        if len(asking) != 1 or self._quantities - {"sq_norm"} != {"dot"}:
+            return {}
+        return asking[0]._vectors_of_dots(self.trainer, self.module)
 
     def _keep_scale(self, grad: Tensor) -> None:
         self._loss_scale = grad.detach().reshape(()) if grad.numel() == 1 else None

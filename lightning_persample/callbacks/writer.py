@@ -172,6 +172,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         # The folder alone names the state: a fit may go on from a checkpoint with other settings.
         return {"dirpath": str(self.dirpath)}
 
+    norms = True  # whether they are a column
+
     def needs(self, trainer: Trainer) -> set[str]:
         """Norms, and projections of gradients where they are kept."""
         return {"sq_norm"} if self.projection is None else {"sq_norm", "projection"}
@@ -303,7 +305,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         backward = step, trainer.current_epoch, batch_idx, record.backward_index, record.coverage
         samples = keys_of(record), record.samples, record.batch_size
-        norms = record.norms() if "sq_norm" in self.needs(trainer) else None
+        norms = record.norms() if self.norms else None
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
         values = None if gradients is None else gradients.values_of(record)
         rows = CapturedRows(*backward, *samples, rate, record.factor, divisor, norms, groups, values)

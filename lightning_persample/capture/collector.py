@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -374,6 +375,8 @@ class Collector:
         refused: by parameter the reason why it has no values.
         accepting: does the present backward count?
         frees: does it free the graph it has gone through?
+        vectors: by parameter what all dots that are asked for are with, where that is known; they are taken at once.
+        takes_norms: whether squared norms are asked for.
         kept: parameters of which all contributions are kept, as their sum is compared with the batch's gradient.
         dtypes: those of the gradients from which contributions to them were computed.
         kernel_options: under which contributions are computed.
@@ -390,6 +393,8 @@ class Collector:
     """
 
     compares_weights = False
+    takes_norms = True
+    vectors: Mapping[str, Tensor] = MappingProxyType({})
     last: tuple[Any, int] | None = None
 
     def __init__(
@@ -440,7 +445,7 @@ class Collector:
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
-        if weight.sq_norm is not None:
+        if weight.taken is not None:
             self.refuse([weight], USED_AGAIN)
             return
         if self.nodes.recomputes and weight.derivation is not None:
@@ -466,7 +471,7 @@ class Collector:
     def collect(
         self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False
     ) -> list[tuple[Weight, Tensor]]:
-        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms."""
+        """Take what one call contributes to its weights; where it is all there is, keep only what is asked of it."""
         if self.samples is not None:
             contributions = [
                 (weight, gradient.pick(self._samples_on(gradient.device))) for weight, gradient in contributions
@@ -474,7 +479,7 @@ class Collector:
         sums: list[tuple[Weight, Tensor]] = []
         alone: list[tuple[Weight, SampleGradient]] = []
         for weight, gradient in contributions:
-            if self.takes_norms_of((weight,)):
+            if self.takes_at_once((weight,)):
                 alone.append((weight, gradient))
                 continue
             if wants_sums and self.keep_structures:  # the gradients are asked for
@@ -483,13 +488,13 @@ class Collector:
             self.contribute(weight, gradient)
         if wants_sums:
             for weight, gradient in alone:
-                weight.sq_norm, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
+                square, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
+                self.take([weight], [square])
                 sums.append((weight, total))
         elif alone:
             later: list[Later | None] | None = None if self.corrections is None else []
-            squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone], later))
-            for (weight, _), sq_norm in zip(alone, squares, strict=True):
-                weight.sq_norm = sq_norm
+            weights, gradients = zip(*alone, strict=True)
+            self.take(weights, in_smaller_chunks(partial(self.asked, gradients, self.vectors_of(weights), later)))
             for (weight, _), each in zip(alone, later or (), strict=False):
                 if each is not None:
                     self.correct_later([weight], each)
@@ -529,18 +534,40 @@ class Collector:
             for correct in later.corrections:
                 attempt(in_smaller_chunks, failed, correct)
 
-    def takes_norms_of(self, weights: Iterable[Weight]) -> bool:
-        """Whether the one use of these weights contributes now, and nobody asked for more than the squared norms."""
+    def vectors_of(self, weights: Iterable[Weight]) -> list[Tensor]:
+        """The vectors of these parameters; none where no dots are taken at once."""
+        return [self.vectors[name] for weight in weights for name in weight.names] if self.vectors else []
+
+    def asked(
+        self,
+        gradients: Sequence[SampleGradient],
+        vectors: Sequence[Tensor],
+        later: list[Later | None] | None = None,
+    ) -> list[Tensor]:
+        """The squared norms (B,) of each, and the dots (B,) with its vector, as far as they are asked for."""
+        squares = sq_norms(gradients, later) if self.takes_norms else []
+        return squares + [gradient.dot(vector) for gradient, vector in zip(gradients, vectors, strict=False)]
+
+    def take(self, weights: Sequence[Weight], results: Sequence[Tensor]) -> None:
+        """Keep what `asked` has given of these weights."""
+        count, nothing = len(weights), [None] * len(weights)
+        squares = results[:count] if self.takes_norms else nothing
+        dots = results[-count:] if self.vectors else nothing
+        for weight, square, dot in zip(weights, squares, dots, strict=True):
+            weight.taken = square, dot
+
+    def takes_at_once(self, weights: Iterable[Weight]) -> bool:
+        """Whether the one use of these weights contributes now, and nothing is asked for that needs it later."""
         if self.keep_structures:
             return False
         for weight in weights:
-            once = weight.uses == 1 and weight.derivation is None and not weight.children and weight.sq_norm is None
+            once = weight.uses == 1 and weight.derivation is None and not weight.children and weight.taken is None
             if not once or (self.kept and weight.names & self.kept):
                 return False
         return True
 
     def made_for(self, weights: Sequence[Weight]) -> Made | None:
-        """What weights of one call are made of, where that can be pulled back now and only norms are asked for."""
+        """What weights of one call are made of, where that can be pulled back now and nothing needs it later."""
         if self.keep_structures or (self.kept and any(weight.names & self.kept for weight in weights)):
             return None
         return made_for_one_call(weights)

@@ -342,7 +342,7 @@ class Dispatcher(Collector):
         for weight in self.weights:
             if weight.received or weight.arrived is not None or weight.calls or weight.contributions:
                 weight.forget()
-            weight.sq_norm = None
+            weight.taken = None
         self.refused.clear()
         self.penalized.clear()
         self.dtypes.clear()

@@ -29,6 +29,7 @@ from lightning_persample.capture.record import (
     OF_KEPT,
     OwnScale,
     PerSampleRecord,
+    asks_norms,
     classify,
     say,
     sq_norms_of,
@@ -299,6 +300,16 @@ class Capture:
         means = None if self._fault else self._dispatcher.means
         return None if means is None else means.weights
 
+    def take_dots(self, vectors: Mapping[str, Tensor]) -> None:
+        """Take the dots with these vectors while the backward runs, and keep nothing for others after it.
+
+        Args:
+            vectors: by parameter, for all or for none; `PerSampleRecord.dot` is to be given these very tensors.
+        """
+        if vectors and not self._fault and not self._dispatcher.fuse and vectors.keys() >= self._parameters.keys():
+            self._dispatcher.vectors, self._dispatcher.keep_structures = vectors, False
+            self._dispatcher.takes_norms = asks_norms(self._quantities)
+
     def compare_weights(self) -> None:
         """Compare the weights that `attach_loss` will be given with those in the loss, where its calls say them."""
         if not self._fault:
@@ -563,7 +574,7 @@ class Capture:
         reported = []  # what the backward has left anything of
         for name in trainable:
             weight = watched.weights[name]
-            if name in dispatcher.got_gradient and (weight.sq_norm is not None or weight.contributions):
+            if name in dispatcher.got_gradient and (weight.taken is not None or weight.contributions):
                 reported.append(name)
         of_part = None if part is None else part.samples
         in_loss, samples, places = samples_with_values(dispatcher.samples, of_part, weights)

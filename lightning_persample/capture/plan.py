@@ -64,7 +64,7 @@ from lightning_persample.capture.weight import (
     in_one_row,
 )
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients import kernel_options, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
 from lightning_persample.gradients.precision import Later, without_autocast
 from lightning_persample.gradients.program import Program, record
@@ -115,7 +115,7 @@ class _Slots:
         op: its name in messages.
         shapes: of all tensors of the call.
         written: places of the tensors that the call writes to, such as running statistics.
-        programs: what computes the norms of calls like this one, by how their tensors lie in memory; none are kept of
+        programs: what computes norms and dots of calls like this one, by how tensors lie in memory; none are kept of
             rules of the user's, which may do what a program cannot.
     """
 
@@ -589,7 +589,7 @@ def can_be_made_again(mark: Mark | None) -> bool:
 
 
 _NOT_READ: Any = object()  # in place of the mark of a tensor of which only the layout counts
-_Norms: TypeAlias = Callable[[Computation], Sequence[Tensor]]
+_Asked: TypeAlias = Callable[[Computation], Sequence[Tensor]]
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
@@ -713,7 +713,7 @@ class Report:
 
 
 class PlannedReport(Report):
-    """The same of a call whose plan was there: its norms are taken by a program of the plan, where there is one."""
+    """The same of a call whose plan was there: what is asked for is taken by a program of the plan, if there is one."""
 
     __slots__ = ("_owners", "_slots")
 
@@ -777,7 +777,7 @@ class PlannedReport(Report):
                     and not (collector.refused and all(each.names <= collector.refused.keys() for each in weights))
                     and collector.samples is None
                     and not (torch.is_grad_enabled() or any_autocast_is_on())
-                    and (collector.takes_norms_of(weights) or (made := collector.made_for(weights)) is not None)
+                    and (collector.takes_at_once(weights) or (made := collector.made_for(weights)) is not None)
                 ):
                     kept, versions, saved = needs
                     grad = grad.detach() if grad.requires_grad else grad
@@ -788,16 +788,19 @@ class PlannedReport(Report):
                     for tensor, version in versions:
                         are_unchanged = are_unchanged and version_counter(tensor) == version
                     limit, is_fused = collector.kernel_options.max_memory, self.fused is not None
-                    key = (is_fused, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
-                    program, norms = programs.get(key) if are_unchanged else "none", partial(self._norms, grad, made)
                     targets = weights if made is None else made.parameters
+                    vectors = collector.vectors_of(targets) if collector.vectors else ()
+                    given, asked = (*given, *vectors), (is_fused, collector.takes_norms, len(vectors))
+                    key = (*asked, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
+                    program = programs.get(key) if are_unchanged else "none"
+                    compute = partial(self._asked, grad, made, vectors)
                     try:
                         if program is None:
-                            results = self._record(key, given, norms)
+                            results = self._record(key, given, compute)
                         elif program != "none":
                             results, checks = program.run(given)
                             if checks:
-                                results = self._checked(results, checks, given, norms, targets)
+                                results = self._checked(results, checks, given, compute, targets)
                     except torch.OutOfMemoryError:  # smaller chunks take less
                         results = None
                     except UnsupportedError:  # how weights are made: the reason is found where each is pulled back
@@ -811,8 +814,11 @@ class PlannedReport(Report):
                     if weight.reports:  # as in `Report.contribute`
                         for name in weight.names:
                             collector.got_gradient[name] = None
-                for weight, sq_norm in zip(targets, results, strict=False):
-                    weight.sq_norm = sq_norm
+                if collector.vectors:
+                    collector.take(targets, results)
+                else:
+                    for weight, sq_norm in zip(targets, results, strict=False):  # as `take`, without a call
+                        weight.taken = sq_norm, None
                 if self.fused is not None:
                     self.fused.put(grad, zip(targets, results[len(targets) :], strict=True))
                 if collector.frees and self._keeps_values:
@@ -825,10 +831,10 @@ class PlannedReport(Report):
         finally:
             del failure  # its traceback holds this frame
 
-    def _record(self, key: Hashable, given: tuple[Tensor, ...], norms: _Norms) -> Sequence[Tensor]:
-        """What `_norms` gives, and the program that gives it for tensors laid out alike."""
+    def _record(self, key: Hashable, given: tuple[Tensor, ...], asked: _Asked) -> Sequence[Tensor]:
+        """What `_asked` gives, and the program that gives it for tensors laid out alike."""
         programs = self._slots.programs
-        results, recorded = record(partial(norms, self._computation()), given)
+        results, recorded = record(partial(asked, self._computation()), given)
         if programs is not None and recorded != "not now":
             if len(programs) >= _MOST_PROGRAMS:
                 programs.clear()
@@ -840,7 +846,7 @@ class PlannedReport(Report):
         results: Sequence[Tensor],
         checks: Sequence[tuple[Tensor, float]],
         given: tuple[Tensor, ...],
-        norms: _Norms,
+        asked: _Asked,
         targets: Sequence[Weight],
     ) -> Sequence[Tensor] | None:
         """What a program gave, where rounding errors do not show in it; None, or corrected later, where they do."""
@@ -852,17 +858,17 @@ class PlannedReport(Report):
         kept, versions, _ = self._needs
         later = Later([*(tensor for tensor, _ in versions), *given[len(kept) :]])
         numbers = [(on_its_way(number), least) for number, least in checks]
-        later.corrections.append(partial(_correct, later, numbers, results, partial(norms, self._computation())))
+        later.corrections.append(partial(_correct, later, numbers, results, partial(asked, self._computation())))
         self._collector.correct_later([*targets], later)
         return results
 
-    def _norms(self, grad: Tensor, made: Made | None, compute: Computation) -> list[Tensor]:
-        """The squared norms (B,) of each weight, or parameter that it is made of, and the sums if these are taken."""
+    def _asked(self, grad: Tensor, made: Made | None, vectors: Sequence[Tensor], compute: Computation) -> list[Tensor]:
+        """What is asked for of each weight, or parameter that it is made of, and the sums if these are taken."""
         with kernel_options(self._collector.kernel_options):
             contributions = compute((self._readers[0](grad),))
             gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
             if self.fused is None:
-                return sq_norms(gradients)
+                return self._collector.asked(gradients, vectors)
             squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
             return [*squares, *sums]
 

@@ -334,7 +334,7 @@ class Made:
 def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
     """What the weights of a call are made of, where nothing else uses it and the derived ones tell how they are."""
     found, met = [*weights], dict[Weight, int]()
-    if any(weight.uses != 1 or weight.children or weight.sq_norm is not None for weight in found):
+    if any(weight.uses != 1 or weight.children or weight.taken is not None for weight in found):
         return None
     for weight in found:  # (which grows)
         derivation = weight.derivation
@@ -344,7 +344,7 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
             return None
         for parent in derivation.parents.values():
             met[parent] = number = met.get(parent, 0) + 1
-            if parent.uses or parent.sq_norm is not None:
+            if parent.uses or parent.taken is not None:
                 return None
             if number == parent.children:
                 found.append(parent)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -29,6 +29,11 @@ OF_KEPT = frozenset({"dot", "projection"})
 """The quantities for which gradients are kept after the backward."""
 
 
+def asks_norms(quantities: Collection[str]) -> bool:
+    """Whether squared norms are taken in any case."""
+    return "sq_norm" in quantities or OF_KEPT.isdisjoint(quantities)
+
+
 class KeptGradients:
     """Holds what each sample contributed to the parameters, which takes about the memory of the activations.
 
@@ -37,6 +42,7 @@ class KeptGradients:
         dtypes: of the parameters, by name.
         own: what the contributions are to be divided by; None where they are of the samples' own losses.
         quantities: what was asked for, of `OF_KEPT` and others.
+        dots: by parameter that nothing was kept of, a vector and the dots (B,) of the contributions with it.
     """
 
     def __init__(
@@ -45,8 +51,9 @@ class KeptGradients:
         dtypes: Mapping[str, torch.dtype],
         own: OwnScale | None,
         quantities: Collection[str],
+        dots: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({}),
     ) -> None:
-        self._structures = dict(structures)
+        self._structures, self._dots = dict(structures), dots
         self._dtypes = {name: dtypes[name] for name in structures}
         self._own = own
         self._quantities = OF_KEPT & frozenset(quantities)
@@ -64,7 +71,15 @@ class KeptGradients:
     def with_vectors(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Dot of each sample's own gradient with one vector; -> (B,)."""
         structures: list[SampleGradient] = []
+        others: list[Tensor] = []
+        terms: list[Tensor] = []
         for name, vector in vectors.items():
+            known_vector, dot = self._dots.get(name, (None, None))
+            if dot is not None and vector is known_vector:
+                terms.append(dot)
+                continue
+            if dot is not None:
+                raise not_asked("dots", "dot")
             structure = self._structures.get(name)
             if structure is None:
                 known = ", ".join(f"`{each}`" for each in list(self._structures)[:8])
@@ -79,15 +94,18 @@ class KeptGradients:
                 )
             self._refuse_changed(name, "dot")
             structures.append(structure)
-        if not structures:
+            others.append(vector.detach())
+        if not (structures or terms):
             raise OptionError("dot: there is no vector; give one for at least one parameter")
         with kernel_options(self._options):
-            total = summed(dots(structures, [vector.detach() for vector in vectors.values()]))
+            total = summed(terms + dots(structures, others))
         return total if self._own is None else self._own.own(total)
 
     @torch.no_grad()
     def sq_norm(self, name: str) -> Tensor:
         """The squared norm of each sample's own gradient of a parameter; -> (B,)."""
+        if name in self._dots:
+            raise not_asked("norms", "sq_norm")
         self._refuse_changed(name, "norms")
         with kernel_options(self._options):
             found = in_smaller_chunks(self._structures[name].sq_norm)

@@ -13,7 +13,14 @@ from lightning_persample.capture.collector import USED_AGAIN
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import attempt, in_smaller_chunks, reason_of
 from lightning_persample.capture.parameters import WatchedParameters
-from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGradients, OwnScale, in_gradient_dtype
+from lightning_persample.capture.record import (
+    OF_KEPT,
+    UNEQUAL_WEIGHTS,
+    KeptGradients,
+    OwnScale,
+    asks_norms,
+    in_gradient_dtype,
+)
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -28,11 +35,13 @@ class Values:
     square_sums: dict[str, Tensor] = field(default_factory=dict)
     weighted_square_sums: dict[str, Tensor] = field(default_factory=dict)  # of B w_i g_i, where w_i differ
     structures: dict[str, SampleGradient] = field(default_factory=dict)
+    dots: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with their vectors, where taken at once
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def kept(self, names: Sequence[str], own: OwnScale, quantities: Collection[str]) -> KeptGradients:
         """The gradients of these parameters for what is computed of them later."""
-        return KeptGradients({name: self.structures[name] for name in names}, self.dtypes, own, quantities)
+        structures = {name: self.structures[name] for name in names if name not in self.dots}
+        return KeptGradients(structures, self.dtypes, own, quantities, self.dots)
 
 
 def read_values(
@@ -46,28 +55,33 @@ def read_values(
     """The values of these parameters; the dispatcher takes those that have none, and why."""
     values = Values()
     sq_norms: dict[str, Tensor] = {}
-    are_asked = "sq_norm" in quantities or OF_KEPT.isdisjoint(quantities)  # else they are taken when they are read
+    are_asked = asks_norms(quantities)  # else they are taken when they are read
 
     places_on: dict[torch.device, Tensor] = {}
     if places is not None:
         places_on = {device: places.to(device) for device in {watched.weights[name].tensor.device for name in names}}
 
     def read(name: str, weight: Weight) -> None:
-        if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
-            dispatcher.refuse([weight], USED_AGAIN)
-            return
+        taken, weight.taken = weight.taken, None  # put back where nothing is against it
         total = add_up(weight.contributions) if weight.contributions else None
-        reason = watched.changed_by_hook(weight, dispatcher.got_gradient.get(name), total)
+        if taken is None or total is None:
+            reason = watched.changed_by_hook(weight, dispatcher.got_gradient.get(name), total)
+        else:
+            reason = USED_AGAIN  # through a weight that was derived from it
         if reason is not None:
             dispatcher.refuse([weight], reason)
             return
         some = places_on.get(weight.tensor.device)
-        if total is not None and some is not None:
-            total = total.pick(some)
-        if total is None or weight.sq_norm is not None or are_asked:
-            sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, some, dispatcher))
-        if total is None:
+        if taken is not None:
+            square, dot = (each if each is None or some is None else each[some] for each in taken)
+            weight.taken = square, dot
             return
+        if total is None:
+            raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
+        if some is not None:
+            total = total.pick(some)
+        if are_asked:
+            sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, dispatcher))
         if "grad_sample" in quantities:
             dense = in_smaller_chunks(total.dense)
             values.grad_samples[name] = in_gradient_dtype(weight.tensor.dtype, own.own(dense))
@@ -90,8 +104,12 @@ def read_values(
         weight = watched.weights[name]
         if weight.contributions or places is not None:
             attempt(read, partial(failed, name), name, weight)
-        elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
-            sq_norms[name] = weight.sq_norm
+        if weight.taken is not None:  # all that was asked for, mostly of a parameter without hooks
+            square, dot = weight.taken
+            if square is not None:
+                sq_norms[name] = square
+            if dot is not None:
+                values.dots[name] = dispatcher.vectors[name], dot
     if dispatcher.corrections:
         dispatcher.correct()
     alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[str]] = {}  # those of a kind in one go
@@ -135,11 +153,7 @@ def why_no_factor(
     return "" if own.is_equal() else UNEQUAL_WEIGHTS
 
 
-def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None, dispatcher: Dispatcher) -> Tensor:
-    if weight.sq_norm is not None:
-        return weight.sq_norm if places is None else weight.sq_norm[places]
-    if total is None:
-        raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
+def _sq_norm_of(weight: Weight, total: SampleGradient, dispatcher: Dispatcher) -> Tensor:
     if dispatcher.corrections is None:
         return total.sq_norm()
     value, later = total.sq_norm_or_later()

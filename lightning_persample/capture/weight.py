@@ -19,6 +19,8 @@ from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add
 from lightning_persample.torch_internals import view_base
 
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
+Taken: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+"""Squared norm and dot with the parameter's vector, (B,) each; None of what nobody asked for."""
 Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
 
 
@@ -161,7 +163,7 @@ class Weight:
         children: weights derived from it.
         contributions: what those calls contributed in the present backward.
         calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
-        sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
+        taken: all that was asked for, where it could be taken at once and the structure let go.
         reports: whether the call that uses it reports that it gets a gradient, so that no hook on it has to.
         version: how often a derived weight had been written to when it was computed.
         hidden: it was written to where autograd did not see it.
@@ -178,7 +180,7 @@ class Weight:
     uses = children = version = received = 0
     contributions: Sequence[SampleGradient] = ()
     calls: Sequence[tuple[Computation, Sequence[Tensor | None]]] = ()
-    sq_norm: Tensor | None = None
+    taken: Taken | None = None
     reports = hidden = adds = hooked = False
     arrived: Tensor | None = None
 
@@ -221,7 +223,7 @@ class Weight:
         """Drop what the last backward left."""
         self.contributions = self.calls = ()
         self.received = 0
-        self.sq_norm = self.arrived = None
+        self.taken = self.arrived = None
 
 
 def base_of(view: Tensor) -> Tensor | None:

@@ -130,18 +130,3 @@ def real_sum(terms: Tensor) -> Tensor:
     """Sum of the real parts over all but the first axis."""
     real = terms.real if terms.is_complex() else terms
     return real.flatten(1).sum(1)
-
-
-_LONGEST_PRODUCT = 400  # from there on torch's batched product on a CPU is MKL's, which takes three times as long
-
-
-def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of the real parts of a * b over all but the first axis, where it can be in one pass, in rows."""
-    # a and b (b, ...), of one floating dtype
-    length = prod(a.shape[1:])
-    while length >= _LONGEST_PRODUCT and length % 2 == 0:
-        length //= 2
-    is_of_rows = a.numel() and _SHORTEST_ROW <= length < _LONGEST_PRODUCT
-    if not is_of_rows or a.is_complex() or not (a.is_contiguous() and b.is_contiguous()):
-        return real_sum(a * b)
-    return torch.bmm(a.view(-1, 1, length), b.view(-1, length, 1)).view(len(a), -1).sum(1)

@@ -215,7 +215,7 @@ class Patches(SampleGradient):
         def dots(part: slice) -> Tensor:
             grads = grad_out[part].to(dtype)
             out = convolved(inputs[part].to(dtype).flatten(0, 1), kernel, self.geometry, out_size)
-            return norms.sum_of_products(out.unflatten(0, grads.shape[:2]), grads)
+            return norms.real_sum(out.unflatten(0, grads.shape[:2]).mul_(grads))
 
         bytes_each = 2 * (grad_out[:1].numel() + inputs[:1].numel()) * dtype.itemsize
         return by_chunks(self.batch_size, bytes_each, self.device, dots)

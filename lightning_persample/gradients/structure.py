@@ -258,7 +258,7 @@ class Outer(SampleGradient):
         bytes_each = left.shape[1] * (2 * right.shape[2] + left.shape[2]) * dtype.itemsize
 
         def dots(part: slice) -> Tensor:
-            return norms.sum_of_products(left[part].to(dtype) @ matrix, right[part].to(dtype))
+            return norms.real_sum((left[part].to(dtype) @ matrix).mul_(right[part].to(dtype)))
 
         return by_chunks(len(left), bytes_each, left.device, dots)
 

@@ -15,7 +15,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_persample import InRunInfluence, OptionError, PerSampleError, PerSampleRecord, PerSampleWarning
+from lightning_persample import (
+    InRunInfluence,
+    OptionError,
+    PerSampleCallback,
+    PerSampleError,
+    PerSampleGradientMonitor,
+    PerSampleRecord,
+    PerSampleWarning,
+)
 from lightning_persample.influence import data_shapley, read_ledger, report, self_influence
 from tests.callbacks.runs import make_trainer
 
@@ -483,7 +491,7 @@ class Restless(Net):
     def training_step(self, batch, batch_idx):
         self.count += 1
         self.drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
-        loss = super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx) * self.count  # (which is read again in the backward)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -656,6 +664,59 @@ def test_rates_by_group_are_known_without_the_norms(tmp_path):
 
     rows = [written(tmp_path / str(norms), Groups(), norms=norms) for norms in (False, True)]
     np.testing.assert_allclose(*(each["learning_rate"] for each in rows), rtol=1e-12)
+
+
+def columns_beside(folder, others, module=None, **options):
+    """What a fit with further callbacks writes."""
+    callback = InRunInfluence(folder, VAL, refresh_every_n_steps=2, **options)
+    make_trainer([callback, *others], max_epochs=1).fit(module or Net(), TRAIN)
+    return read_ledger(folder).to_pandas().sort_values(["step", "row"])[[*COLUMNS, "staleness"]]
+
+
+class Reader(PerSampleCallback):
+    """Reads more of the gradients than their dots with the validation gradient."""
+
+    def __init__(self, quantity, **options):
+        super().__init__(every_n_steps=1, **options)
+        self.quantity, self.read = quantity, []
+
+    def needs(self, trainer):
+        return {self.quantity}
+
+    def on_per_sample_gradients(self, trainer, pl_module, record, batch, batch_idx):
+        vectors = {name: torch.ones_like(pl_module.get_parameter(name)) for name in record.names}
+        self.read.append(record.dot(vectors) if self.quantity == "dot" else dict(record.square_sums))
+
+
+@pytest.mark.parametrize("quantity", ["dot", "sq_norm", "square_sum"])
+def test_other_readers_of_the_gradients_change_nothing(quantity, tmp_path):
+    expected = columns_beside(tmp_path / "alone", [])
+    if quantity == "sq_norm":
+        others = [PerSampleGradientMonitor(every_n_steps=1), InRunInfluence(tmp_path / "other", list(VAL)[:1])]
+    else:
+        others = [Reader(quantity)]
+    rows = columns_beside(tmp_path / "beside", others)
+    np.testing.assert_allclose(rows, expected, rtol=1e-12)
+    if quantity != "sq_norm":
+        assert len(others[0].read) == STEPS
+    some = columns_beside(tmp_path / "some", [], max_samples=B - 1)
+    kept = columns_beside(tmp_path / "kept", [Reader("dot", max_samples=B - 1)], max_samples=B - 1)
+    np.testing.assert_allclose(some, kept, rtol=1e-12)
+
+
+def test_dots_are_taken_in_the_backward_where_they_can_be(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        InRunInfluence,
+        "_added",
+        lambda self, trainer, module, record, rows, added=InRunInfluence._added: (
+            kept.append(len(record._kept._structures)) or added(self, trainer, module, record, rows)
+        ),
+    )
+    for make, structures in ((SGD, 0), (ADAM, 4)):
+        written(tmp_path / make.__name__, Net(make))
+        assert kept == [structures] * STEPS
+        kept.clear()
 
 
 @pytest.mark.parametrize(

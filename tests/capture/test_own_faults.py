@@ -159,7 +159,7 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
         plan.Plan.apply,
         plan.PlannedReport.__init__,
         program.Program.run,
-        collector.Collector.takes_norms_of,
+        collector.Collector.takes_at_once,
     ],
 )
 def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord
@@ -35,11 +36,15 @@ def check(module: nn.Module, loss_fn: Any, batch: tuple[Tensor, ...], samples: T
     batch_dim = options.get("batch_dim", 0)
     expected = loop(module, loss_fn, batch, batch_dim)
     vectors = {name: torch.randn(grads.shape[1:], dtype=grads.dtype) for name, grads in expected.items()}
-    for quantities in (ALL, ("dot", "square_sum"), ("sq_norm",)):
+    later = (ALL, ("dot", "square_sum"), ("sq_norm",))
+    at_once = (("dot",), ("sq_norm", "dot"), ("dot",))  # (programs are recorded the second time, and run the third)
+    for quantities in later + at_once:
         module.zero_grad()
         with expanded_weights(
             module, batch, quantities=quantities, unsupported="error", samples=samples, **options
         ) as capture:
+            if quantities in at_once:
+                capture.take_dots(vectors)
             loss_fn(module, *batch).backward()
         record = capture.record
         places = torch.arange(record.batch_size) if samples is None else samples
@@ -47,7 +52,8 @@ def check(module: nn.Module, loss_fn: Any, batch: tuple[Tensor, ...], samples: T
                 for name, grads in expected.items() if name in record.names}  # fmt: skip
         size = max(float(grads.abs().max()) for grads in expected.values())  # biases before a normalization have none
         assert record.num_values == len(places)
-        close(record.norms().square(), sum(grads.square().sum(1) for grads in used.values()))
+        if "sq_norm" in quantities or quantities not in at_once:
+            close(record.norms().square(), sum(grads.square().sum(1) for grads in used.values()))
         if "dot" in quantities:
             close(
                 record.dot({name: vectors[name] for name in used}),
@@ -208,6 +214,31 @@ def test_dots_after_a_change_in_place_are_refused() -> None:
     text = "dot: a tensor that the gradient of `weight` is made of was changed in place since the backward"
     with pytest.raises(UnsupportedError, match=text):
         capture.record.dot({"weight": module.weight})
+
+
+def test_dots_that_are_taken_at_once_keep_nothing() -> None:
+    module, inputs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), []
+    module[2].register_forward_hook(
+        lambda layer, args, output: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+    )
+    vectors = {name: torch.randn_like(parameter) for name, parameter in module.named_parameters()}
+    others = {name: vector.clone() for name, vector in vectors.items()}
+    for take in (True, True, True, False):
+        with expanded_weights(module, (X, Y), quantities=("dot",)) as capture:
+            if take:
+                capture.take_dots(vectors)
+            F.mse_loss(module(X), Y).backward()
+        record = capture.record
+        record.dot(vectors)
+        assert inputs[-1].expired() == take
+        if take:
+            with pytest.raises(OptionError, match="dots were not asked for; pass quantities="):
+                record.dot(others)
+            with pytest.raises(
+                OptionError, match=r"norms were not asked for; pass quantities=\('sq_norm', 'sq_norm'\)"
+            ):
+                record.norms()
+    close(record.dot(others), record.dot(vectors))
 
 
 @pytest.mark.parametrize(
