@@ -56,7 +56,7 @@ def copied(call: ObservedCall) -> Followed | None:
 
 def after_reduction(call: ObservedCall) -> Followed:
     """Follow a call whose only operands of the batch hold it along no axis."""
-    written = written_entries(call, *call.args) if call.op == "setitem" else None
+    written = written_entries(call) if call.op == "setitem" or len(call.lost) > 1 else None
     one = {mark.alone for _, mark in call.lost}
     if written is not None and (None in one or len(one) > 1):
         return written

@@ -233,20 +233,25 @@ class _Place:
         raise IndexError(f"axis {dim} is not indexed")
 
 
+def _write_of(call: ObservedCall) -> tuple[Tensor, Any, Any, bool] | None:
+    """Target, index and value of ``target[index] = value``, and whether it is added there; None of other calls."""
+    if call.op == "setitem":
+        return (*call.args, False)
+    target = call.argument(0, "input", "self")
+    if call.op == "index_put":
+        indices, adds = tuple(call.argument(1, "indices")), call.argument(3, "accumulate", default=False)
+        return target, indices, call.argument(2, "values"), adds
+    if call.op in ("index_add", "index_copy", "index_fill"):
+        place = (*[_WHOLE] * (int(call.argument(1, "dim")) % max(target.dim(), 1)), call.argument(2, "index"))
+        return target, place, call.argument(3, "source", "tensor", "value"), call.op == "index_add"
+    return None
+
+
 @propagation_rule("index_put")
-def _follow_index_put(call: ObservedCall) -> Followed:
-    """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy, or adds the values there."""
-    target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
-    return _written(call, target, index, call.argument(2, "values"), adds=call.argument(3, "accumulate", default=False))
-
-
 @propagation_rule("setitem")
-def _follow_setitem(call: ObservedCall) -> Followed:
-    """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
-    return _written(call, *call.args)
-
-
-def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed:
+def _follow_write(call: ObservedCall) -> Followed:
+    """The target keeps its shape; the value lies over the indexed part from the right."""
+    target, index, value, _ = _write_of(call) or call.args
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
     is_empty = any(isinstance(item, Tensor) and not _is_mask(item) and not item.numel() for item in items)
@@ -267,7 +272,7 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
     found = None if where is not None or any(marks) else _laid_whole(target, items, value, incoming)
     if found is not None:
         return keep(call, found, partial(_along_target, target, items, found))
-    by_entries = written_entries(call, target, index, value, adds)
+    by_entries = written_entries(call)
     if by_entries is not None:
         return by_entries
     if isinstance(where, BatchAxis) and (any(marks) or incoming is None):
@@ -277,8 +282,12 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
     return lost(call, "writes samples into places of other samples", mixes=None)
 
 
-def written_entries(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed | None:
-    """The answer for ``target[index] = value`` by the sample of each entry; None where that is not known."""
+def written_entries(call: ObservedCall) -> Followed | None:
+    """The answer for a call that writes rows or entries, by the sample of each entry; None where that is not known."""
+    write = _write_of(call)
+    if write is None:
+        return None
+    target, index, value, adds = write
     items = _per_axis(index, target.dim())
     given = _owners_in(call, value) if isinstance(value, Tensor) else torch.tensor(-1, device=target.device)
     others = [o.axis for o in call.operands if all(o.tensor is not each for each in (target, value, *items))]

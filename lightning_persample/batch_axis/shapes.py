@@ -32,6 +32,7 @@ from lightning_persample.batch_axis.base import (
     propagation_rule,
     with_constant_rows,
 )
+from lightning_persample.batch_axis.indexing import written_entries
 from lightning_persample.batch_axis.observed import ObservedCall
 
 
@@ -319,7 +320,8 @@ def _follow_gather(call: ObservedCall) -> Followed:
         (_, axis), *_ = call.located
         return keep(call, axis)
     if dim is None or call.lost:
-        return lost(call, "takes places that are not known to stay within a sample", mixes=None)
+        written = written_entries(call)
+        return written or lost(call, "takes places that are not known to stay within a sample", mixes=None)
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
     _, axis = located[0]

@@ -16,7 +16,7 @@ from tests.capture.reference import record_of
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 B, WIDTH = 4, 3
-MASK = torch.tensor([[True, False], [True, True]])[..., None]
+FIRST, MASK = torch.tensor([0]), torch.tensor([[True, False], [True, True]])[..., None]
 
 
 def cut(z: Tensor) -> Tensor:
@@ -79,6 +79,10 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "swapped": written(lambda v: v.select(0, 0).copy_(v.flip(0)[0].clone()), lambda v: v[:1]),
     "of-a-chunk": written(lambda v: v.narrow(1, 0, 1).copy_(v.chunk(2, 1)[1].clone())),
     "by-a-transpose": written(lambda v: v.transpose(0, 1)[0].copy_(v.transpose(0, 1)[1].clone())),
+    "copied-by-an-index": written(lambda v: v.index_copy_(0, FIRST, v[1:].clone())),
+    "a-part-copied-by-an-index": written(lambda v: v.index_copy_(0, FIRST, v[1:].clone()), lambda v: v[:1]),
+    "features-copied-by-an-index": written(lambda v: v.index_copy_(2, FIRST, v[..., 1:2].clone())),
+    "added-by-an-index": written(lambda v: v.index_add_(2, FIRST, v[..., 1:2].clone())),
     "masked-and-divided": lambda z: torch.where(MASK, cut(z.square()), 0.0).sum() / (3 * WIDTH),
     "masked": lambda z: cut(z.square()).masked_fill(~MASK, 0.0).mean(),
     "times-a-mask": lambda z: (cut(z.square()) * MASK).mean((0, 1)).mean(),
@@ -145,7 +149,6 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "all-added-in-place": written(lambda v: v.add_(v.flip(0).clone())),
     "added": written(lambda v: None, lambda v: v + v.flip(1)),
     "lerped": written(lambda v: v[0].lerp_(v[1].clone(), 0.3)),
-    "copied-by-an-index": written(lambda v: v.index_copy_(0, torch.tensor([0]), v[1:].clone())),
     "norms-across-a-pair": lambda z: torch.linalg.vector_norm(cut(z), dim=1).mean(),
     "a-softmax-across-a-pair": lambda z: (cut(z).softmax(1) * torch.tensor([1.0, -2.0])[:, None]).mean(),
     "less-the-mean-of-a-pair": lambda z: (cut(z) - cut(z).mean(1, keepdim=True)).square().mean(),
