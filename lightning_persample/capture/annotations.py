@@ -93,30 +93,19 @@ def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a function before it is called.
+    """What is known of a function before it is called."""
 
-    Attributes:
-        op: canonical op, None where it gives no tensor to follow.
-        inplace: whether it writes into its first argument.
-        pointwise: whether each entry of its output is computed from the entries at its place.
-        composite: whether it is one of torch's Python functions that can be run in the open: its body runs, and each
-            torch call in it is seen as if the user had made it.
-        by_layout: whether the layout of its tensors may decide a call, so that it can have a plan.
-        converts: whether some of its tensors give but a dtype, a device or a shape.
-        moves: whether its tensors lie in other memory afterwards, or in another part of it.
-        is_unnoted: whether it gives no tensor to follow, and changes nothing that is known of those it is given.
-        makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
-            any other.
-    """
-
-    op: object | None
-    inplace: bool
-    pointwise: bool
+    op: object | None  # canonical op, None where it gives no tensor to follow
+    inplace: bool  # whether it writes into its first argument
+    pointwise: bool  # whether each entry of its output is computed from the entries at its place
+    # whether it is one of torch's Python functions that can be run in the open: its body runs, and each torch call in
+    # it is seen as if the user had made it
     composite: bool
-    by_layout: bool
-    converts: bool
-    moves: bool
-    is_unnoted: bool
+    by_layout: bool  # whether the layout of its tensors may decide a call, so that it can have a plan
+    converts: bool  # whether some of its tensors give but a dtype, a device or a shape
+    moves: bool  # whether its tensors lie in other memory afterwards, or in another part of it
+    is_unnoted: bool  # whether it gives no tensor to follow, and changes nothing that is known of those it is given
+    # the op of the one call that it makes, for a composite function that does nothing else; the op itself for any other
     makes: object | None
 
 

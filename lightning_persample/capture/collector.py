@@ -331,30 +331,19 @@ USED_AGAIN = "it was used again by a call that ran during the backward (activati
 
 @dataclass(frozen=True)
 class Part:
-    """The loss of a backward is made of some of the samples alone.
+    """The loss of a backward is made of some of the samples alone."""
 
-    Attributes:
-        samples: which.
-        mean_of: it is their sum over this number, up to a number of the user's; 0 where it is not.
-        is_sum: it is their sum.
-    """
-
-    samples: tuple[int, ...]
-    mean_of: int
-    is_sum: bool
+    samples: tuple[int, ...]  # which
+    mean_of: int  # it is their sum over this number, up to a number of the user's; 0 where it is not
+    is_sum: bool  # it is their sum
 
 
 @dataclass(frozen=True)
 class Means:
-    """The loss of a backward adds up means over different samples.
+    """The loss of a backward adds up means over different samples."""
 
-    Attributes:
-        weights: what each sample weighs in it, (B,); 0 where it has no part.
-        notes: what was said of the calls that added them up.
-    """
-
-    weights: Tensor
-    notes: frozenset[tuple[str, str]]
+    weights: Tensor  # what each sample weighs in it, (B,); 0 where it has no part
+    notes: frozenset[tuple[str, str]]  # what was said of the calls that added them up
 
 
 class Collector:

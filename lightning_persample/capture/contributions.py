@@ -168,36 +168,22 @@ def mixing_text(description: Description) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which arguments of a call its rule is given, and where the batch lies in them.
+    """Which arguments of a call its rule is given, and where the batch lies in them."""
 
-    Attributes:
-        rule: the op's own rule.
-        batch_size: number of samples B.
-        owners: names of the arguments that are weights.
-        kept: names of the tensors that the rule is given.
-        axes: where the batch lies in those of them that hold it.
-        output_axes: where it lies in each output that can get a gradient.
-        weights: `owners` as a set.
-        per_sample: names of those of them that hold a row for every sample.
-        read: names of the tensors whose values the rule reads.
-        saved: names of the results that autograd keeps, where their entries, one for every row of the first output,
-            hold those of a sample together.
-        rank: number of axes that the op lays its operands out to, 0 where it does not.
-        nested: see `rules.Call`.
-    """
-
-    rule: Rule
-    batch_size: int
-    owners: tuple[str, ...]
-    kept: tuple[str, ...]
-    axes: Mapping[str, BatchAxis]
-    output_axes: tuple[BatchAxis, ...]
-    weights: frozenset[str] = field(init=False)
-    per_sample: frozenset[str] = field(init=False)
-    read: frozenset[str] = field(init=False)
+    rule: Rule  # the op's own rule
+    batch_size: int  # number of samples B
+    owners: tuple[str, ...]  # names of the arguments that are weights
+    kept: tuple[str, ...]  # names of the tensors that the rule is given
+    axes: Mapping[str, BatchAxis]  # where the batch lies in those of them that hold it
+    output_axes: tuple[BatchAxis, ...]  # where it lies in each output that can get a gradient
+    weights: frozenset[str] = field(init=False)  # `owners` as a set
+    per_sample: frozenset[str] = field(init=False)  # names of those of them that hold a row for every sample
+    read: frozenset[str] = field(init=False)  # names of the tensors whose values the rule reads
+    # names of the results that autograd keeps, where their entries, one for every row of the first output, hold those
+    # of a sample together
     saved: tuple[str, ...] = field(init=False)
-    rank: int = 0
-    nested: bool = False
+    rank: int = 0  # number of axes that the op lays its operands out to, 0 where it does not
+    nested: bool = False  # see `rules.Call`
 
     def __post_init__(self) -> None:
         first = self.output_axes[0] if self.output_axes else None
@@ -246,19 +232,12 @@ def _copied(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """What a rule may ask for beside the arguments: the first output, and from where its random numbers were drawn.
+    """What a rule may ask for beside the arguments: the first output, and from where its random numbers were drawn."""
 
-    Attributes:
-        output: the first output.
-        axis: where the batch lies in it.
-        random_state: state of the generator before the call.
-        version: how often the output had been written to when the call was done.
-    """
-
-    output: Tensor
-    axis: BatchAxis | Lost | None
-    random_state: Tensor | None
-    version: int
+    output: Tensor  # the first output
+    axis: BatchAxis | Lost | None  # where the batch lies in it
+    random_state: Tensor | None  # state of the generator before the call
+    version: int  # how often the output had been written to when the call was done
 
 
 class ByRule:

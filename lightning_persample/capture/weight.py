@@ -26,27 +26,16 @@ Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recipe:
-    """What calls that are laid out alike have in common, by which weights are derived.
+    """What calls that are laid out alike have in common, by which weights are derived."""
 
-    Attributes:
-        op: canonical op.
-        function: what was called.
-        leaves: flattened arguments, None in the place of tensors.
-        spec: how the leaves make up (args, kwargs).
-        places: of the tensors among the leaves.
-        inplace: whether the call writes into its first argument.
-        name: the op in messages.
-        is_kept: whether every call that is laid out alike has this very recipe.
-    """
-
-    op: object
-    function: Callable[..., Any]
-    leaves: tuple[Any, ...]
-    spec: tuple[Any, ...]
-    places: tuple[int, ...]
-    inplace: bool
-    name: str
-    is_kept: bool
+    op: object  # canonical op
+    function: Callable[..., Any]  # what was called
+    leaves: tuple[Any, ...]  # flattened arguments, None in the place of tensors
+    spec: tuple[Any, ...]  # how the leaves make up (args, kwargs)
+    places: tuple[int, ...]  # of the tensors among the leaves
+    inplace: bool  # whether the call writes into its first argument
+    name: str  # the op in messages
+    is_kept: bool  # whether every call that is laid out alike has this very recipe
 
 
 def recipe_of(
@@ -69,29 +58,18 @@ def recipe_of(
 
 @dataclass(eq=False, slots=True)
 class Derivation:
-    """How a derived weight was computed.
+    """How a derived weight was computed."""
 
-    Attributes:
-        recipe: what was called.
-        leaves: flattened arguments, detached.
-        parents: weights among the leaves, by position.
-        output: which of the call's output tensors this is.
-        value: the derived weight itself, detached.
-        made: how often the derived weight had been written to when the call was done.
-        place: file and line of the user's code.
-        versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
-        random_state: state of the generator before the call, where it drew random numbers.
-    """
-
-    recipe: Recipe
-    leaves: Sequence[Any]
-    parents: Mapping[int, Weight]
-    output: int
-    value: Tensor
-    made: int
-    place: tuple[str, int] | None
+    recipe: Recipe  # what was called
+    leaves: Sequence[Any]  # flattened arguments, detached
+    parents: Mapping[int, Weight]  # weights among the leaves, by position
+    output: int  # which of the call's output tensors this is
+    value: Tensor  # the derived weight itself, detached
+    made: int  # how often the derived weight had been written to when the call was done
+    place: tuple[str, int] | None  # file and line of the user's code
+    # how often each leaf had been written to when the call read it; None of what was overwritten by it
     versions: Sequence[int | None]
-    random_state: Tensor | None = None
+    random_state: Tensor | None = None  # state of the generator before the call, where it drew random numbers
 
     @property
     def op(self) -> object:
