@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,14 @@ from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, SampleTable, aligned, columns_of, how_often
+from lightning_persample.influence.by_sample import (
+    AT_DIFFERENT_TIMES,
+    SampleTable,
+    aligned,
+    columns_of,
+    how_often,
+    together,
+)
 from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
@@ -215,7 +221,7 @@ class SampleNorms:
         keys = [index.cpu().numpy() if isinstance(index, Tensor) else index for _, index, _ in waiting]
         when = np.repeat(np.arange(1, len(waiting) + 1, dtype=np.int32) + self._clock, [len(each) for each in keys])
         self._clock += len(waiting)
-        self._rows.append((_together(keys), norms.cpu().numpy(), when))
+        self._rows.append((together(keys), norms.cpu().numpy(), when))
         self._waiting_rows += len(norms)
         # Many at a time, as the table may be copied; few beside it, as they take room, too.
         if self._waiting_rows >= max(_ROWS_TOGETHER, len(self._table) // 16):
@@ -226,7 +232,7 @@ class SampleNorms:
         self.settle()
         rows, self._rows, self._waiting_rows = self._rows, [], 0
         if rows:
-            keys, norms, when = (_together(parts) for parts in zip(*rows, strict=True))
+            keys, norms, when = (together(parts) for parts in zip(*rows, strict=True))
             places, finite = self._table.places(keys), np.isfinite(norms)
             self._hold(norms.dtype)
             columns = {name: torch.from_numpy(column) for name, column in self._table.columns.items()}
@@ -297,13 +303,6 @@ def _are_hashable(keys: list[Any]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _together(parts: Sequence[Any]) -> Any:
-    """Arrays as one array; with lists among them, of keys that are no ints, as one list."""
-    if all(isinstance(each, np.ndarray) for each in parts):
-        return np.concatenate(parts)
-    return [*chain(*(each.tolist() if isinstance(each, np.ndarray) else each for each in parts))]
 
 
 def _largest(sums: NDArray[np.float64], counts: NDArray[np.int32], k: int) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -337,15 +337,17 @@ class Ragged(_Composed):
     def _map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
         return Ragged([term._map(function) for term in self.terms], self.groups, self.total)
 
-    def _joined(self, found: Callable[[SampleGradient, Tensor], Tensor]) -> Tensor:
+    def _joined(self, found: Iterable[Tensor]) -> Tensor:
         """What each group gives, (m, *rest), at the places of its samples: (B, *rest)."""
-        parts = []
+        return at_samples(self.groups, torch.cat([*found]), self.total)
+
+    def _with_places(self) -> Iterator[tuple[SampleGradient, Tensor]]:
+        """The structure of each group, and its samples."""
         for term, group in zip(self.terms, self.groups, strict=True):
-            parts.append(found(term, torch.tensor(group, dtype=torch.int64, device=term.device)))
-        return at_samples(self.groups, torch.cat(parts), self.total)
+            yield term, torch.tensor(group, dtype=torch.int64, device=term.device)
 
     def _dense(self) -> Tensor:
-        return self._joined(lambda term, place: term._dense().to(self.dtype))
+        return self._joined(term._dense().to(self.dtype) for term in self.terms)
 
     def _sq_norm(self) -> Tensor:
         alone: list[Outer] = []
@@ -357,21 +359,20 @@ class Ragged(_Composed):
             else:
                 parts.append(term._sq_norm())
         formed = iter(_sq_norms_by_forming(alone).split(1) if alone else ())
-        found = [next(formed) if part is None else part for part in parts]
-        return at_samples(self.groups, torch.cat(found), self.total)
+        return self._joined(next(formed) if part is None else part for part in parts)
 
     def _terms_sq_norm(self) -> Tensor:
-        return self._joined(lambda term, place: term._terms_sq_norm())
+        return self._joined(term._terms_sq_norm() for term in self.terms)
 
     def _dot(self, vector: Tensor) -> Tensor:
-        return self._joined(lambda term, place: term._dot(vector))
+        return self._joined(term._dot(vector) for term in self.terms)
 
     def _project(self, factors: Factors) -> Tensor:
-        return self._joined(lambda term, place: term._project(factors))
+        return self._joined(term._project(factors) for term in self.terms)
 
     def _inner(self, other: SampleGradient) -> Tensor:
         dtype = torch.promote_types(self.dtype, other.dtype).to_real()
-        return self._joined(lambda term, place: term._inner_of(other.pick(place)).to(dtype))
+        return self._joined(term._inner_of(other.pick(place)).to(dtype) for term, place in self._with_places())
 
     def _square_sum(self) -> Tensor:
         return torch.stack([term._square_sum() for term in self.terms]).sum(0)
@@ -379,17 +380,14 @@ class Ragged(_Composed):
     def times_one(self) -> Tensor | None:
         """What each group has, None where one has none."""
         parts = [term.times_one() for term in self.terms]
-        known = iter([part for part in parts if part is not None])
-        return self._joined(lambda term, place: next(known)) if all(part is not None for part in parts) else None
+        known = [part for part in parts if part is not None]
+        return self._joined(known) if len(known) == len(parts) else None
 
     def scaled(self, factors: Tensor | float) -> Ragged:
         """The groups, each scaled."""
         if not isinstance(factors, Tensor):
             return Ragged([term.scaled(factors) for term in self.terms], self.groups, self.total)
-        pairs = zip(self.terms, self.groups, strict=True)
-        scaled = [
-            term.scaled(factors[torch.tensor(group, dtype=torch.int64, device=factors.device)]) for term, group in pairs
-        ]
+        scaled = [term.scaled(factors[place.to(factors.device)]) for term, place in self._with_places()]
         return Ragged(scaled, self.groups, self.total)
 
 

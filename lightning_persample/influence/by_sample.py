@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row of a table, with the cells of a column below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def together(parts: Sequence[Any]) -> Any:
+    """Arrays as one array; with lists among them, of keys that are no ints, as one list."""
+    if all(isinstance(each, np.ndarray) for each in parts):
+        return np.concatenate(parts)
+    return [*chain(*(each.tolist() if isinstance(each, np.ndarray) else each for each in parts))]
 
 
 class SampleTable:

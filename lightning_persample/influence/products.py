@@ -535,11 +535,6 @@ def _by_group(terms: Terms, places: Tensor) -> Terms:
     return made
 
 
-def _without_nan(values: Tensor) -> Tensor:
-    """The values, nan as what is among no k largest."""
-    return values.masked_fill(values.isnan(), -torch.inf)
-
-
 class _Largest:
     """The k largest of many values in each column, and their places; those that tie in the order of their places."""
 
@@ -549,23 +544,21 @@ class _Largest:
 
     def add(self, values: Tensor, start: int, sign: int = 1) -> None:
         """Take in further rows, from this place on, (rows, columns); for a sign of -1 with the other sign."""
+        own: Any = slice(None)
+        if len(self._values) == self._k:
+            largest = values.amax(0) if sign == 1 else -values.amin(0)
+            own = (~(largest <= self._values[-1])).nonzero().flatten()  # where one may be among the k, or is nan
         places = torch.arange(start, start + len(values), device=values.device)[:, None]
-        if len(self._values) < self._k:
-            values = _without_nan(sign * values)
-            joined = (values, places.expand_as(values))
-            if len(self._values):
-                joined = (torch.cat([self._values, values]), torch.cat([self._places, joined[1]]))
-            self._values, self._places = self._of(*joined)
-            return
-        largest = values.amax(0) if sign == 1 else -values.amin(0)
-        own = (~(largest <= self._values[-1])).nonzero().flatten()  # where one of them may be among the k, or is nan
-        if len(own):
-            values = _without_nan(sign * values[:, own])
-            joined = (
-                torch.cat([self._values[:, own], values]),
-                torch.cat([self._places[:, own], places.expand_as(values)]),
-            )
-            self._values[:, own], self._places[:, own] = self._of(*joined)
+        values = sign * values[:, own]
+        values = values.masked_fill(values.isnan(), -torch.inf)  # as what is among no k largest
+        places = places.expand_as(values)
+        if len(self._values):
+            values, places = torch.cat([self._values[:, own], values]), torch.cat([self._places[:, own], places])
+        values, places = self._of(values, places)
+        if isinstance(own, slice):
+            self._values, self._places = values, places
+        else:
+            self._values[:, own], self._places[:, own] = values, places
 
     def _of(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         k = min(self._k, len(values))

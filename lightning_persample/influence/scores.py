@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.by_sample import SampleTable, aligned
+from lightning_persample.influence.by_sample import SampleTable, aligned, together
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
@@ -539,9 +539,7 @@ class LedgerSums:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        keys = [each for each, _ in waiting]
-        are_ints = all(isinstance(each, np.ndarray) for each in keys)
-        places = torch.from_numpy(self._table.places(np.concatenate(keys) if are_ints else [*chain(*keys)]))
+        places = torch.from_numpy(self._table.places(together([each for each, _ in waiting])))
         numbers = torch.from_numpy(np.concatenate([each for _, each in waiting]))
         sums, counts = (torch.from_numpy(column) for column in self._table.columns.values())
         sums.index_add_(0, places, numbers)

@@ -137,7 +137,7 @@ class ExpandedWeight(Tensor):
                 "compute a new tensor instead, for example with torch.cat or torch.where"
             )
         given = {id(weight._leaf): weight for weight in weights}
-        wrapped = _map_tensors(result, lambda output: _wrap(output, given, dispatcher, first))
+        wrapped = tree_map_only(Tensor, lambda output: _wrap(output, given, dispatcher, first), result)
         dispatcher.end_forward()
         return wrapped
 
@@ -249,12 +249,3 @@ def _refuse_gradient(grad: Tensor) -> None:
         "an ExpandedWeight was used by something that is not a torch call, such as a custom autograd function, so its "
         "grad_sample is not known; write that function with torch's own ops"
     )
-
-
-def _map_tensors(result: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(result, Tensor):
-        return function(result)
-    if not isinstance(result, (tuple, list)):
-        return result
-    parts = [_map_tensors(part, function) for part in result]
-    return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
