@@ -180,28 +180,21 @@ Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
 
 class Marks:
-    """A mapping from tensor objects to marks that holds no tensor alive and writes nothing on it.
+    """A mapping from tensor objects to marks that holds no tensor alive and writes nothing on it."""
 
-    An entry answers only for the very object it was made for: ids are reused, so the weak reference is compared too.
-
-    Args:
-        batch_size: number of samples B.
-
-    Attributes:
-        entries: by the id of a tensor a weak reference to it, and its mark.
-        of_weights: where memory begins that weights alone have made.
-        row_sums: of constants that were added up, the sums of as many rows as there are samples, (B,).
-        made: ops that drew numbers, or made data of others', as many rows as there are samples, and where; a few.
-    """
+    # An entry answers only for the very object it was made for: ids are reused, so the weak reference is compared too.
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
+        # by the id of a tensor a weak reference to it, and its mark
         self.entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
         self._swapped: tuple[Tensor, Mark | None] | None = None
         self._transformed = False
-        self.of_weights: set[int] = set()
+        self.of_weights: set[int] = set()  # where memory begins that weights alone have made
+        # ops that drew numbers, or made data of others', as many rows as there are samples, and where; a few
         self.made: dict[tuple[str, tuple[str, int] | None], None] = {}
+        # of constants that were added up, the sums of as many rows as there are samples, (B,)
         self.row_sums: deque[Tensor] = deque(maxlen=_MOST_SUMS)
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:

@@ -51,24 +51,20 @@ from lightning_persample.torch_internals import AccumulateGrad
 
 
 class WatchedNodes:
-    """The nodes of one capture.
+    """The nodes of one capture."""
 
-    Args:
-        marks: tells the leaves that are weights.
-
-    Attributes:
-        calls: of calls with one output, by the node that gets its gradient first, that of the output, which is another
-            where it is a view, and those of the inputs and of what these are views of.
-        recomputes: a backward has met a checkpoint that runs its forward and a backward of its own in the midst.
-    """
+    # `marks`: tells the leaves that are weights.
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self._weights: dict[Node, list[Weight]] = {}
         self._seen: set[Node] = set()
+        # of calls with one output, by the node that gets its gradient first, that of the output, which is another where
+        # it is a view, and those of the inputs and of what these are views of
         self.calls: dict[Node, tuple[Node, set[Node]]] = {}
         self._around: dict[Node, tuple[list[Node], list[Weight]]] = {}
         self._handles: list[RemovableHandle] = []
+        # a backward has met a checkpoint that runs its forward and a backward of its own in the midst
         self.recomputes = False
         self.padded: dict[Node, Padding] = {}  # by the node of a padded tensor
 
@@ -219,16 +215,9 @@ class Observes(Protocol):
 
 
 class Notes:
-    """Texts on calls and on the loss; a record has those of its own backward.
+    """Texts on calls and on the loss; a record has those of its own backward."""
 
-    Args:
-        collector: tells whether the present backward counts; it holds the notes, so that they do not hold it.
-
-    Attributes:
-        axis_lost: texts after which it is not known whose the values are, and no more.
-        excused: the kinds and texts that are not so of the present backward.
-        left_out: the padding that the present backward takes nothing of but sums, to which its zeros add nothing.
-    """
+    # `collector`: tells whether the present backward counts; it holds the notes, so that they do not hold it.
 
     def __init__(self, collector: Observes) -> None:
         self._collector = weakref.ref(collector)
@@ -237,8 +226,10 @@ class Notes:
         self._reached: set[tuple[Kind, str]] = set()
         self._of_loss: dict[str, None] = {}
         self._later: dict[Callable[[], str | None], Kind] = {}
+        # the padding that the present backward takes nothing of but sums, to which its zeros add nothing
         self.left_out: frozenset[Padding] = frozenset()
-        self.axis_lost: set[str] = set()
+        self.axis_lost: set[str] = set()  # texts after which it is not known whose the values are, and no more
+        # the kinds and texts that are not so of the present backward
         self.excused: frozenset[tuple[str, str]] = frozenset()
 
     def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
@@ -347,60 +338,33 @@ class Means:
 
 
 class Collector:
-    """Takes contributions to weights.
+    """Takes contributions to weights."""
 
-    Args:
-        weights: the parameters, by name, each with its tensor.
-        batch_size: number of samples B.
-        keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
-        buffers: tensors of the module that hold no sample's data.
-        fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
+    # `keep_structures`: keep every contribution until the backward ends, for quantities other than the squared norm;
+    # `fuse`: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
 
-    Attributes:
-        marks: what is known of each tensor.
-        nodes: where gradients of weights pass.
-        notes: what there is to say.
-        keep: what weights are computed from, until the backward.
-        refused: by parameter the reason why it has no values.
-        accepting: does the present backward count?
-        frees: does it free the graph it has gone through?
-        vectors: by parameter what all dots that are asked for are with, where that is known; they are taken at once.
-        takes_norms: whether squared norms are asked for.
-        kept: parameters of which all contributions are kept, as their sum is compared with the batch's gradient.
-        dtypes: those of the gradients from which contributions to them were computed.
-        kernel_options: under which contributions are computed.
-        samples: the places in the batch of the samples that are followed, (m,); None follows all.
-        penalized: parameters whose gradient in this backward has a term that belongs to no sample.
-        fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
-        writes: of memory that was written to in place, by where it begins: how often by then, in which call and where.
-        noted: the nodes of what notes hold of, by their kind and text.
-        excuses: the nodes below which they do not hold.
-        got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
-        corrections: of squared norms, until the backward has ended; None where they are corrected at once.
-        compares_weights: whether declared weights of the samples are compared with those that they have in the loss.
-        last: the last plan that was applied, and the id of what the call gave.
-    """
-
+    # whether declared weights of the samples are compared with those that they have in the loss
     compares_weights = False
-    takes_norms = True
+    takes_norms = True  # whether squared norms are asked for
+    # by parameter what all dots that are asked for are with, where that is known; they are taken at once
     vectors: Mapping[str, Tensor] = MappingProxyType({})
-    last: tuple[Any, int] | None = None
+    last: tuple[Any, int] | None = None  # the last plan that was applied, and the id of what the call gave
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        batch_size: int,
+        weights: Mapping[str, Tensor],  # the parameters, by name, each with its tensor
+        batch_size: int,  # number of samples B
         keep_structures: bool = False,
-        buffers: Iterable[Tensor] = (),
+        buffers: Iterable[Tensor] = (),  # tensors of the module that hold no sample's data
         fuse: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.fuse = fuse
-        self.marks = Marks(batch_size)
+        self.marks = Marks(batch_size)  # what is known of each tensor
         self.weights: list[Weight] = []
-        self.nodes = WatchedNodes(self.marks)
-        self.notes = Notes(self)
-        self.keep: Callable[[Tensor], Tensor] = Tensor.detach
+        self.nodes = WatchedNodes(self.marks)  # where gradients of weights pass
+        self.notes = Notes(self)  # what there is to say
+        self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         kinds: set[str] = set()
         entries = self.marks.entries  # (filled without a call for each: a model has hundreds)
         for name, parameter in weights.items():
@@ -411,21 +375,28 @@ class Collector:
             kinds.add(parameter.device.type)
         for buffer in buffers:
             entries[id(buffer)] = weakref.ref(buffer), KNOWN
-        self.refused: dict[str, str] = {}
-        self.accepting = True
-        self.frees = False
+        self.refused: dict[str, str] = {}  # by parameter the reason why it has no values
+        self.accepting = True  # does the present backward count?
+        self.frees = False  # does it free the graph it has gone through?
         self.keep_structures = keep_structures
+        # parameters of which all contributions are kept, as their sum is compared with the batch's gradient
         self.kept: set[str] = set()
-        self.dtypes: set[torch.dtype] = set()
-        self.kernel_options = DEFAULT_OPTIONS
+        self.dtypes: set[torch.dtype] = set()  # those of the gradients from which contributions to them were computed
+        self.kernel_options = DEFAULT_OPTIONS  # under which contributions are computed
+        # the places in the batch of the samples that are followed, (m,); None follows all
         self.samples: Tensor | None = None
         self._copies: dict[torch.device, Tensor] = {}
+        # parameters whose gradient in this backward has a term that belongs to no sample
         self.penalized: set[str] = set()
+        # parameters that got a gradient in this backward, with this where a hook may have changed it
         self.got_gradient: dict[str, Tensor | None] = {}
+        # why nothing of this capture can be relied on: this package itself has failed; "" as nearly always
         self.fault = ""
+        # of memory that was written to in place, by where it begins: how often by then, in which call and where
         self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
-        self.noted: dict[tuple[str, str], set[Node]] = {}
-        self.excuses: dict[tuple[str, str], set[Node]] = {}
+        self.noted: dict[tuple[str, str], set[Node]] = {}  # the nodes of what notes hold of, by their kind and text
+        self.excuses: dict[tuple[str, str], set[Node]] = {}  # the nodes below which they do not hold
+        # of squared norms, until the backward has ended; None where they are corrected at once
         self.corrections: deque[tuple[list[Weight], Later]] | None = deque() if kinds & ASYNCHRONOUS else None
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:

@@ -41,20 +41,10 @@ _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 
 class Use:
-    """A call that mixes weights with the batch.
+    """A call that mixes weights with the batch."""
 
-    Args:
-        call: the call, after it has run.
-        followed: where the batch lies in its outputs.
-        weights: the weights among its operands, by the id of their tensor.
-        rule: the op's own rule, if it has one.
-
-    Attributes:
-        sample: the one sample that all tensors of the batch in the call belong to as a whole; None where they do not.
-        whole: there is no axis that holds the samples: every tensor of the batch is one sample's as a whole.
-        not_additive: why what the samples alone give does not add up to the gradient of the batch, or None.
-        entries: what the call has added up, where its one output is a number.
-    """
+    # `call`: the call, after it has run; `followed`: where the batch lies in its outputs; `weights`: the weights among
+    # its operands, by the id of their tensor; `rule`: the op's own rule, if it has one.
 
     def __init__(
         self, call: ObservedCall, followed: Followed, weights: Mapping[int, Weight], rule: Rule | None
@@ -66,10 +56,14 @@ class Use:
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
         self._description: Description | None = None
+        # why what the samples alone give does not add up to the gradient of the batch, or None
         self.not_additive: str | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
+        # the one sample that all tensors of the batch in the call belong to as a whole; None where they do not
         self.sample = 0 if call.batch_size == 1 and uncertain else _one_sample(call, followed)
+        # there is no axis that holds the samples: every tensor of the batch is one sample's as a whole
         self.whole = self.sample is not None
+        # what the call has added up, where its one output is a number
         self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
         if rule is None or arguments is None or self.whole or self.entries is not None:
@@ -241,31 +235,22 @@ class _Drawn:
 
 
 class ByRule:
-    """What to do in backward with the gradients of the outputs of a call that a rule answers; a `Computation`.
+    """What to do in backward with the gradients of the outputs of a call that a rule answers; a `Computation`."""
 
-    Args:
-        placement: where the call has weights and batch.
-        tensors: what the rule is given, by name, without history.
-        others: the arguments of the call that are no tensors.
-        owners: the weights among the tensors, by the same names.
-        text: the call in messages, as the parts of a `Description`.
-        versions: how often those of the tensors whose values are read had been written to.
-        saved: what autograd keeps of the results, by the names that the rule has for it.
-        drawn: what the rule may ask for beside the arguments.
-    """
+    # `versions`: how often those of the tensors whose values are read had been written to.
 
     __slots__ = ("_drawn", "_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions")
 
     def __init__(
         self,
-        placement: Placement,
-        tensors: Mapping[str, Tensor],
-        others: Mapping[str, Any],
-        owners: Mapping[str, Weight],
-        text: tuple[Any, ...],
+        placement: Placement,  # where the call has weights and batch
+        tensors: Mapping[str, Tensor],  # what the rule is given, by name, without history
+        others: Mapping[str, Any],  # the arguments of the call that are no tensors
+        owners: Mapping[str, Weight],  # the weights among the tensors, by the same names
+        text: tuple[Any, ...],  # the call in messages, as the parts of a `Description`
         versions: Sequence[tuple[Tensor, int]],
-        saved: Mapping[str, Tensor],
-        drawn: _Drawn | None = None,
+        saved: Mapping[str, Tensor],  # what autograd keeps of the results, by the names that the rule has for it
+        drawn: _Drawn | None = None,  # what the rule may ask for beside the arguments
     ) -> None:
         self._placement, self._tensors, self._others, self._owners = placement, tensors, others, owners
         self._text, self._versions, self._saved, self._drawn = text, versions, saved, drawn

@@ -31,18 +31,11 @@ _CONVOLUTIONS = {"conv1d": torch.conv1d, "conv2d": torch.conv2d, "conv3d": torch
 
 
 class FusedCall:
-    """One call that has run fused, and the sums over the samples that its backward need not form.
-
-    Args:
-        form: how it runs.
-
-    Attributes:
-        names: the names of its arguments that are weights.
-    """
+    """One call that has run fused, and the sums over the samples that its backward need not form."""
 
     def __init__(self, form: FusedForm) -> None:
         self.form = form
-        self.names: Mapping[Weight, str] = {}
+        self.names: Mapping[Weight, str] = {}  # the names of its arguments that are weights
         self._sums: tuple[Tensor, int, dict[str, Tensor]] | None = None
 
     def put(self, grad: Tensor | None, sums: Iterable[tuple[Weight, Tensor]]) -> None:
@@ -59,12 +52,10 @@ class FusedCall:
 
 
 class FusedForm(ABC):
-    """How calls of one signature run fused.
+    """How calls of one signature run fused."""
 
-    Args:
-        places: where input, weight and bias are among the tensors of the call.
-        dtype: what autocast makes of them, None where it is off.
-    """
+    # `places`: where input, weight and bias are among the tensors of the call; `dtype`: what autocast makes of them,
+    # None where it is off.
 
     def __init__(self, places: Places, dtype: torch.dtype | None) -> None:
         self._places, self._dtype = places, dtype

@@ -37,17 +37,13 @@ Answer: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class ObservingMode(TorchFunctionMode):
-    """Offers every torch call to a capture.
+    """Offers every torch call to a capture."""
 
-    Args:
-        answer: given the function, its arguments and its keyword arguments, gives what the call returns.
-
-    Attributes:
-        first: what answered first.
-    """
+    # `answer`: given the function, its arguments and its keyword arguments, gives what the call returns.
 
     def __init__(self, answer: Answer) -> None:
-        self.answer = self.first = answer
+        self.answer = answer
+        self.first = answer  # what answered first
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -107,22 +107,17 @@ def sharded_elsewhere(module: nn.Module) -> list[str]:
 
 
 class ShardedParameters:
-    """Tells a capture which parameters the tensors are that appear in the forward of sharded modules.
+    """Tells a capture which parameters the tensors are that appear in the forward of sharded modules."""
 
-    Args:
-        module: the module whose parameters are followed.
-        collector: knows the marks of tensors.
-        adopt: takes the name and the tensor of each parameter found.
-
-    Attributes:
-        hooks: on the modules that gather parameters; none where there is nothing to find.
-    """
+    # `module`: the module whose parameters are followed; `collector`: knows the marks of tensors; `adopt`: takes the
+    # name and the tensor of each parameter found.
 
     def __init__(self, module: nn.Module, collector: Collector, adopt: Callable[[str, Tensor], Weight]) -> None:
         self._module = module
         self._collector = collector
         self._adopt = adopt
         self._foreign: WeakTensorKeyDictionary | None = None
+        # on the modules that gather parameters; none where there is nothing to find
         self.hooks: list[RemovableHandle] = []
         self._shards: dict[str, nn.Parameter] = {}
         self._before_backward: dict[str, object] = {}
@@ -242,12 +237,7 @@ def _random_like(tensor: Tensor) -> Tensor:
 
 
 class WatchedParameters:
-    """The trainable parameters of one capture.
-
-    Args:
-        parameters: by name.
-        dispatcher: knows the weight of each parameter.
-    """
+    """The trainable parameters of one capture."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dispatcher: Dispatcher) -> None:
         self._parameters = dict(parameters)

@@ -130,37 +130,26 @@ class Derivation:
 
 
 class Weight:
-    """A parameter, or a tensor computed from parameters alone.
+    """A parameter, or a tensor computed from parameters alone."""
 
-    Attributes:
-        names: the parameters it is made of; a parameter has its own name only.
-        tensor: the parameter, or a detached alias of the derived weight.
-        outside: data that is in neither the batch nor the module took part.
-        derivation: how it was computed; None for a parameter.
-        uses: arguments of calls seen that use it together with the batch.
-        children: weights derived from it.
-        contributions: what those calls contributed in the present backward.
-        calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
-        taken: all that was asked for, where it could be taken at once and the structure let go.
-        reports: whether the call that uses it reports that it gets a gradient, so that no hook on it has to.
-        version: how often a derived weight had been written to when it was computed.
-        hidden: it was written to where autograd did not see it.
-        adds: the last of the contributions is a sum, in memory of its own.
-        received: how many of those uses have contributed in the present backward.
-        hooked: the user registered a hook on it, a derived weight.
-        arrived: the gradient behind that hook.
-    """
-
-    names: frozenset[str]
-    tensor: Tensor
-    derivation: Derivation | None = None  # (what nothing has changed is read of the class: models have hundreds)
-    outside = False
-    uses = children = version = received = 0
-    contributions: Sequence[SampleGradient] = ()
+    names: frozenset[str]  # the parameters it is made of; a parameter has its own name only
+    tensor: Tensor  # the parameter, or a detached alias of the derived weight
+    # What nothing has changed is read of the class: models have hundreds of weights.
+    derivation: Derivation | None = None  # how it was computed; None for a parameter
+    outside = False  # data that is in neither the batch nor the module took part
+    uses = 0  # arguments of calls seen that use it together with the batch
+    received = 0  # how many of those uses have contributed in the present backward
+    children = 0  # weights derived from it
+    contributions: Sequence[SampleGradient] = ()  # what those calls contributed in the present backward
+    # what computes it and from which gradients of the outputs, where the sum is going to be compared
     calls: Sequence[tuple[Computation, Sequence[Tensor | None]]] = ()
-    taken: Taken | None = None
-    reports = hidden = adds = hooked = False
-    arrived: Tensor | None = None
+    taken: Taken | None = None  # all that was asked for, where it could be taken at once and the structure let go
+    reports = False  # the call that uses it reports that it gets a gradient, so that no hook on it has to
+    version = 0  # how often a derived weight had been written to when it was computed
+    hidden = False  # it was written to where autograd did not see it
+    adds = False  # the last of the contributions is a sum, in memory of its own
+    hooked = False  # the user registered a hook on it, a derived weight
+    arrived: Tensor | None = None  # the gradient behind that hook
 
     def __init__(
         self, names: frozenset[str], tensor: Tensor, derivation: Derivation, *, outside: bool, version: int
