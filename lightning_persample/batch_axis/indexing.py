@@ -291,7 +291,8 @@ def written_entries(call: ObservedCall) -> Followed | None:
     items = _per_axis(index, target.dim())
     given = _owners_in(call, value) if isinstance(value, Tensor) else torch.tensor(-1, device=target.device)
     others = [o.axis for o in call.operands if all(o.tensor is not each for each in (target, value, *items))]
-    if given is None or any(mark is not None and not _is_list(mark) for mark in others):
+    is_weight = isinstance(value, Tensor) and value.requires_grad and call.axis_of(value) is None
+    if given is None or is_weight or any(mark is not None and not _is_list(mark) for mark in others):
         return None
     return _by_entries(call, target, items, [call.axis_of(item) for item in items], given, adds)
 

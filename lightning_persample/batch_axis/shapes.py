@@ -320,37 +320,30 @@ def _follow_gather(call: ObservedCall) -> Followed:
         (_, axis), *_ = call.located
         return keep(call, axis)
     if dim is None or call.lost:
-        written = written_entries(call)
-        return written or lost(call, "takes places that are not known to stay within a sample", mixes=None)
+        return _written(call, "takes places that are not known to stay within a sample")
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
     _, axis = located[0]
-    if call.op in ("index_add", "index_copy", "index_fill", "index_reduce"):
-        index = call.argument(2, "index")
-        clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
-        clear = clear and all(other.same_place(axis) for _, other in located)
-        if not clear:
-            return lost(call, "writes into places that depend on the batch", mixes=None)
-        rows = target.size(axis.dim)
-
-        def beside(tensor: Tensor) -> BatchAxis | None:
-            along = tensor is not index and tensor.dim() > axis.dim and tensor.size(axis.dim) == rows
-            return axis if along and call.batch_size > 1 else None
-
-        return keep(call, axis, beside)
+    index = call.argument(2, "index") if str(call.op).startswith("index_") else None  # of one axis, that of `dim`
+    if index is not None and call.axis_of(index) is not None:
+        return lost(call, "writes into places that depend on the batch", mixes=None)
     if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
-        return lost(call, "picks entries by indices that do not belong to the same sample", mixes=None)
+        return _written(call, "takes entries by indices that do not belong to the same sample")
     if call.op in ("gather", "take_along_dim") and call.axis_of(target) is None:
         return _from_table(call, target, dim, axis)
     size = located[0][0].size(axis.dim)
-    others = [o.tensor for o in call.operands if o.axis is None]
+    others = [o.tensor for o in call.operands if o.axis is None and o.tensor is not index]
     if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
-        return lost(call, "picks along the batch axis by places that are not known to stay within a sample", mixes=None)
+        return _written(call, "takes places along the batch axis that are not known to stay within a sample")
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
-        return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
+        return axis if tensor is not index and tensor.dim() > axis.dim and call.batch_size > 1 else None
 
     return keep(call, axis, aligned)
+
+
+def _written(call: ObservedCall, what: str) -> Followed:
+    return written_entries(call) or lost(call, what, mixes=None)
 
 
 def _is_listed(call: ObservedCall, target: Tensor, dim: int | None) -> bool:

@@ -507,6 +507,7 @@ REVERSALS = {
     "through-its-data": lambda m, z, x: z.data.copy_(x.flip(0)),
     "as-a-slice": lambda m, z, x: z[:].copy_(x.flip(0)),
     "as-out": lambda m, z, x: torch.index_select(x, 0, torch.arange(len(x) - 1, -1, -1), out=z),
+    "by-an-index": lambda m, z, x: z.index_copy_(0, torch.arange(len(x)).flip(0), x),
     "of-activations": lambda m, z, x: z.copy_(m.first(x).flip(0)[:, :5].detach()),
 }
 
@@ -538,7 +539,7 @@ MIXES = {
     "less-the-mean": lambda m, z, x: z.sub_(z.mean(0)),
     "cumulated": lambda m, z, x: z.detach().cumsum_(0),
     "mean-of-all": lambda m, z, x: z.__setitem__(slice(None), z.mean(0)),
-    "shuffled": lambda m, z, x: z.index_copy_(0, torch.tensor([2, 0, 3, 1]), x),
+    "added-to-others": lambda m, z, x: z.index_add_(0, torch.tensor([2, 0, 3, 1]), x),
 }
 
 
