@@ -168,7 +168,8 @@ class InRunInfluence(PerSampleGradientWriter):
             if record.factor is None:
                 reason = record.why_no_factor or "this engine does not know it"
                 raise UnsupportedError(f"it needs the weight of each sample in the step, and {reason}")
-            moves = _moves(trainer, pl_module, vectors)
+            parameters = dict(pl_module.named_parameters())
+            moves = _moves(trainer, {name: parameters[name] for name in vectors})
         except UnsupportedError as error:
             self._warn(f"shapley is nan: {error}")
             found["val_dot"] = _dot(record, vectors, unknown)
@@ -187,7 +188,7 @@ class InRunInfluence(PerSampleGradientWriter):
                 dots = _dot(record, {name: _times(vector, move.factors[name]) for name, vector in own.items()}, unknown)
             share = shares.setdefault(move.optimizer, _Share(rows, self._batches, move.optimizer))
             share.dots.append((move.group, record.factor.double() / rows.divisor * dots))
-            share.note(move, dict(pl_module.named_parameters()))
+            share.note(move, parameters)
         self._shares += shares.values()
         return found
 
@@ -350,20 +351,19 @@ class _Move:
     is_number: bool
 
 
-def _moves(trainer: Trainer, pl_module: LightningModule, names: Iterable[str]) -> list[_Move]:
+def _moves(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -> list[_Move]:
     """How the next step of each optimizer moves these parameters."""
-    groups = {
-        id(parameter): (place, optimizer, group)
-        for place, optimizer in enumerate(trainer.optimizers)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    parameters, found = dict(pl_module.named_parameters()), dict[Any, tuple[Any, dict[str, Tensor | float]]]()
-    for name in names:
-        place, optimizer, group = groups.get(id(parameters[name]), (-1, None, None))
+    groups: dict[int, tuple[int, Any, Any, Any]] = {}
+    for place, optimizer in enumerate(trainer.optimizers):
+        kind = _kind_of(optimizer)
+        for group in optimizer.param_groups:
+            groups.update(dict.fromkeys(map(id, group["params"]), (place, optimizer, kind, group)))
+    found = dict[Any, tuple[Any, dict[str, Tensor | float]]]()
+    for name, parameter in parameters.items():
+        place, optimizer, kind, group = groups.get(id(parameter), (-1, None, None, None))
         factor: Tensor | float = 0.0
-        if optimizer is not None and group is not None:
-            factor = _factor(trainer, optimizer, group, parameters[name]) * (-1.0 if group.get("maximize") else 1.0)
+        if group is not None:
+            factor = _factor(trainer, optimizer, kind, group, parameter) * (-1.0 if group.get("maximize") else 1.0)
         number = factor if isinstance(factor, float) else None
         found.setdefault((place, id(group), number), (group, {}))[1][name] = factor
     return [_Move(key[0], group, factors, key[2] is not None) for key, (group, factors) in found.items()]
@@ -421,16 +421,27 @@ class _Share:
 _ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW)  # (the latter is one of the former since torch 2.7)
 
 
+def _kind_of(optimizer: torch.optim.Optimizer) -> type | None:
+    """As which of those that are known an optimizer steps."""
+    step = inspect.unwrap(type(optimizer).step)
+    known = (torch.optim.SGD, *_ADAPTIVE)
+    return next((kind for kind in known if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step)), None)
+
+
 def _factor(
-    trainer: Trainer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+    trainer: Trainer,
+    optimizer: torch.optim.Optimizer,
+    kind: type | None,
+    group: Mapping[str, Any],
+    parameter: nn.Parameter,
 ) -> Tensor | float:
     """What the next step of an optimizer multiplies each real number of a gradient by, besides the learning rate."""
-    state, step = optimizer.state.get(parameter, {}), inspect.unwrap(type(optimizer).step)
-    if isinstance(optimizer, torch.optim.SGD) and step is inspect.unwrap(torch.optim.SGD.step):
+    state = optimizer.state.get(parameter, {})
+    if kind is torch.optim.SGD:
         momentum = float(group["momentum"])
         taken = 1.0 - float(group["dampening"]) if momentum and state.get("momentum_buffer") is not None else 1.0
         return 1.0 + momentum * taken if group["nesterov"] else taken
-    if not any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in _ADAPTIVE):
+    if kind is None:
         raise UnsupportedError(f"it is known of SGD, Adam and AdamW, and {type(optimizer).__name__} steps otherwise")
     grad = parameter.grad
     if trainer.accumulate_grad_batches != 1 or getattr(trainer.precision_plugin, "scaler", None) is not None:

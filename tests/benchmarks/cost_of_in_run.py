@@ -8,9 +8,10 @@ shown, of the time that the process spent on its processors and of the time that
 with a validation gradient that is there, and of those that take this gradient again, of one batch, too. A fit that
 takes it again every n steps, and captures all, has the mean of n - 1 of the former and one of the latter.
 
-"By hand" bounds the first of them: bare module hooks that know each layer, keep its input and the gradient of its
-output, and take the dots after the backward, or in it; a dot is that of this gradient with the layer of the direction
-in place of its weights. There is no Trainer, no ledger, and no index of a sample in it.
+"By hand" is what bounds the first of them on this machine, in the same run: bare module hooks that know each layer,
+keep its input and the gradient of its output, and take the dots after the backward, or in it; a dot is that of this
+gradient with the layer of the direction in place of its weights. There is no Trainer, no ledger, and no index of a
+sample in it.
 
 A dot is also the derivative of the sample's loss along the direction, so that one pass of forward mode gives all dots
 (``torch.func.jvp`` of the losses, equal to a loop over samples to 4e-16 in float64). It takes more: a layer has two
@@ -103,8 +104,8 @@ def like(layer: nn.Module) -> nn.Module:
     return direction
 
 
-def by_hand(build: Callable[[], Built], pairs: int, at_once: bool) -> dict[str, float]:
-    """The ratios of processor time of steps with dots by hand and plain ones, in turn."""
+def by_hand(build: Callable[[], Built], pairs: int, at_once: bool) -> dict[str, dict[str, float]]:
+    """The ratios of steps with dots by hand and plain ones, in turn, by which time."""
     module, x = build()
     y = torch.randint(0, 10, (len(x),))
     F.cross_entropy(module(x), y).backward()
@@ -128,10 +129,10 @@ def by_hand(build: Callable[[], Built], pairs: int, at_once: bool) -> dict[str, 
     def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         output.register_hook(partial(receive, layer, args[0].detach()))
 
-    def step(watched: bool) -> float:
+    def step(watched: bool) -> tuple[float, float]:
         module.zero_grad()
         hooks = [layer.register_forward_hook(hook) for layer in directions] if watched else []
-        start = time.process_time()
+        passed, computed = time.perf_counter(), time.process_time()
         F.cross_entropy(module(x), y).backward()
         for each in kept:
             take(*each)
@@ -139,13 +140,16 @@ def by_hand(build: Callable[[], Built], pairs: int, at_once: bool) -> dict[str, 
             torch.stack(dots).sum(0)
         kept.clear()
         dots.clear()
-        taken = time.process_time() - start
+        taken = time.perf_counter() - passed, time.process_time() - computed
         for handle in hooks:
             handle.remove()
         return taken
 
-    ratios = [(step(False), step(True)) for _ in range(_WARM + pairs)]
-    return middle([watched / plain for plain, watched in ratios[_WARM:]])
+    steps = [(step(False), step(True)) for _ in range(_WARM + pairs)][_WARM:]
+    return {
+        kind: middle([watched[place] / plain[place] for plain, watched in steps])
+        for place, kind in enumerate(("passed", "computed"))
+    }
 
 
 def main() -> None:
@@ -169,9 +173,10 @@ def main() -> None:
             cells = ["{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**one[name]) for name in list(one)[:2]]
             print(f"| {title} | {kind} | {one['plain_ms']:.1f} ms | {' | '.join(cells)} |", flush=True)
         for when in ("after the backward", "in the backward"):
-            one = results[model][f"by hand, {when}"] = by_hand(build, options.pairs, when == "in the backward")
-            cell = "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**one)
-            print(f"| {title} | computed, by hand, {when} | | {cell} | |", flush=True)
+            hand = results[model][f"by hand, {when}"] = by_hand(build, options.pairs, when == "in the backward")
+            for kind, ratios in hand.items():
+                cell = "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**ratios)
+                print(f"| {title} | {kind}, by hand, {when} | | {cell} | |", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
 
