@@ -64,7 +64,9 @@ class InRunInfluence(PerSampleGradientWriter):
     then. Each process runs all of it.
 
     Cost: a dot for each captured step, about a forward, and a forward and backward of all validation samples for each
-    refresh: a few hundred samples, or a refresh each 10 steps, keep it small.
+    refresh: a few hundred samples, or a refresh each 10 steps, keep it small. Dots are taken while the backward runs;
+    for Adam and AdamW, in manual optimization and beside a callback that reads more of the gradients, what they are
+    made of is held until it has ended, about the memory of the activations.
 
     Args:
         dirpath: the folder of the ledger.
@@ -139,6 +141,9 @@ class InRunInfluence(PerSampleGradientWriter):
         names = (name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad)
         has_one_rate = self._rates is None or self._rates.are_alike(names)
         return {"dot"} if has_one_rate and not self.norms else {"dot", "sq_norm"}
+
+    def _norms_of(self, record: PerSampleRecord) -> Tensor | None:
+        return record.norms() if self.norms else None
 
     def _let_go(self) -> None:
         super()._let_go()

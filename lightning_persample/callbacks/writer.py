@@ -172,8 +172,6 @@ class PerSampleGradientWriter(PerSampleCallback):
         # The folder alone names the state: a fit may go on from a checkpoint with other settings.
         return {"dirpath": str(self.dirpath)}
 
-    norms = True  # whether they are a column
-
     def needs(self, trainer: Trainer) -> set[str]:
         """Norms, and projections of gradients where they are kept."""
         return {"sq_norm"} if self.projection is None else {"sq_norm", "projection"}
@@ -305,7 +303,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         backward = step, trainer.current_epoch, batch_idx, record.backward_index, record.coverage
         samples = keys_of(record), record.samples, record.batch_size
-        norms = record.norms() if self.norms else None
+        norms = self._norms_of(record)
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
         values = None if gradients is None else gradients.values_of(record)
         rows = CapturedRows(*backward, *samples, rate, record.factor, divisor, norms, groups, values)
@@ -331,6 +329,10 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._unread, self._why_unread = [name for name in self._named if name not in found], why
         unknown = torch.full((rows.batch_size,), float("nan"))
         return rows.own({name: found.get(name, unknown) for name in self._named})
+
+    def _norms_of(self, record: PerSampleRecord) -> Tensor | None:
+        """The column of norms, (m,), if there is one."""
+        return record.norms()
 
     def _added(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows

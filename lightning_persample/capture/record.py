@@ -74,15 +74,15 @@ class KeptGradients:
         others: list[Tensor] = []
         terms: list[Tensor] = []
         for name, vector in vectors.items():
-            known_vector, dot = self._dots.get(name, (None, None))
-            if dot is not None and vector is known_vector:
+            if name in self._dots:
+                own_vector, dot = self._dots[name]
+                if vector is not own_vector:
+                    raise not_asked("dots", "dot")
                 terms.append(dot)
                 continue
-            if dot is not None:
-                raise not_asked("dots", "dot")
             structure = self._structures.get(name)
             if structure is None:
-                known = ", ".join(f"`{each}`" for each in list(self._structures)[:8])
+                known = ", ".join(f"`{each}`" for each in [*self._structures, *self._dots][:8])
                 raise OptionError(
                     f"dot: `{name}` has no per-sample gradient in this record; it holds {known}. Leave out parameters "
                     "that are frozen, unused or unsupported: `record.names` has the others"

@@ -21,11 +21,14 @@ CPU = torch.device("cpu")
 BOUNDS = dict.fromkeys(MODELS, 1.10) | dict.fromkeys(TABLES, 1.20)
 
 
-def peaks(build: Callable[[], Built], y: Tensor | None = None, **options: Any) -> tuple[int, int]:
-    """Of a plain step and of one with norms."""
+def peaks(
+    build: Callable[[], Built], y: Tensor | None = None, *, with_dots: bool = False, **options: Any
+) -> tuple[int, int]:
+    """Of a plain step and of one with norms, or with dots."""
     torch.manual_seed(0)
     module, x = build()
     target = torch.randint(0, 10, (len(x),)) if y is None else y
+    vectors = {name: torch.randn_like(parameter) for name, parameter in module.named_parameters()}
 
     def plain() -> None:
         module.zero_grad()
@@ -34,8 +37,9 @@ def peaks(build: Callable[[], Built], y: Tensor | None = None, **options: Any) -
     def captured() -> Tensor:
         module.zero_grad()
         with expanded_weights(module, (x, target), unsupported="error", **options) as capture:
+            capture.take_dots(vectors if with_dots else {})
             F.cross_entropy(module(x), target).backward()
-        return capture.record.norms()
+        return capture.record.dot(vectors) if with_dots else capture.record.norms()
 
     return allocated_peak(plain, CPU), allocated_peak(captured, CPU)
 
@@ -45,6 +49,14 @@ def peaks(build: Callable[[], Built], y: Tensor | None = None, **options: Any) -
 )
 def test_a_captured_step_takes_hardly_more_than_a_plain_one(model: str) -> None:
     plain, captured = peaks((MODELS | TABLES)[model][1])
+    assert captured <= BOUNDS[model] * plain, f"{captured / plain:.3f}"
+
+
+@pytest.mark.parametrize(
+    "model", [n if n not in ("resnet18", "gpt") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_dots_in_the_backward_take_hardly_more_than_a_plain_step(model: str) -> None:
+    plain, captured = peaks(MODELS[model][1], with_dots=True, quantities=("dot",))
     assert captured <= BOUNDS[model] * plain, f"{captured / plain:.3f}"
 
 
