@@ -54,7 +54,7 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.pull_back import COMPARED, Made
+from lightning_persample.capture.pull_back import COMPARED, OF_ROWS, Made
 from lightning_persample.capture.weight import (
     Computation,
     Contributions,
@@ -66,6 +66,7 @@ from lightning_persample.capture.weight import (
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
+from lightning_persample.gradients.patches import row_dots_of_output
 from lightning_persample.gradients.precision import Later, without_autocast
 from lightning_persample.gradients.program import Program, record
 from lightning_persample.rules import Rule, op_name, rule_of
@@ -90,6 +91,7 @@ _BY_SHAPE: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.expand_as: Tensor.expand,
 }
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 _NESTED = (tuple, list, torch.Size)
 _STRIDED = torch.strided
 
@@ -115,6 +117,8 @@ class _Slots:
         op: its name in messages.
         shapes: of all tensors of the call.
         written: places of the tensors that the call writes to, such as running statistics.
+        product: places of weight and shift, if any, of a convolution along axis 0, whose output tells dots with its
+            weight; empty of any other call.
         programs: what computes norms and dots of calls like this one, by how tensors lie in memory; none are kept of
             rules of the user's, which may do what a program cannot.
     """
@@ -129,6 +133,7 @@ class _Slots:
     op: str
     shapes: tuple[torch.Size, ...]
     written: tuple[int, ...]
+    product: tuple[int, ...]
     programs: Programs | None
 
 
@@ -530,8 +535,15 @@ def _slots_of(
     has_lists = any(isinstance(value, list) for value in others.values())
     shapes = tuple(tensor.shape for tensor in tensors)
     programs: Programs | None = {} if own else None
-    op = op_name(placement.rule.op)
-    return _Slots(placement, names, values, shapes_of, owners, others, has_lists, op, shapes, (), programs)
+    op, (axis, *_) = op_name(placement.rule.op), placement.output_axes
+    product = [given["weight"], given.get("bias")] if op in _CONVOLUTIONS and own and is_along_first(axis) else []
+    numbers = tuple(places[id(tensor)] for tensor in product if tensor is not None)
+    return _Slots(placement, names, values, shapes_of, owners, others, has_lists, op, shapes, (), numbers, programs)
+
+
+def is_along_first(axis: BatchAxis) -> bool:
+    """Whether row b of a tensor is sample b."""
+    return axis.dim == 0 and axis.rows == 1 and axis.owner is None
 
 
 def derive(
@@ -744,17 +756,32 @@ class PlannedReport(Report):
             kept.append(tensor)
             if is_read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
                 versions.append((tensor, version_counter(tensor)))
-        self._needs = kept, versions, saved_results(output, placement.saved) if placement.saved else {}
+        saved = saved_results(output, placement.saved) if placement.saved else {}
+        self._needs = kept, versions, saved, self._product(output, call) if slots.product else []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and is_own(frame.f_code.co_filename):  # as `user_place`, without a call
             frame = frame.f_back
         user = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         self.text = slots.op, slots.shapes, user, tuple(names)
 
+    def _product(self, output: Tensor, call: TorchCall) -> list[tuple[Tensor, object]]:
+        """Output and shift of a convolution by a weight made of a parameter's rows, and what was written to them."""
+        place, *others = self._slots.product
+        weight = call.marks[place]
+        of_rows = type(weight) is Weight and weight.derivation is not None and weight.derivation.op in OF_ROWS
+        # Elsewhere than on a CPU a convolution may round more than the kernels here do.
+        if not of_rows or output.dtype is not call.tensors[place].dtype or output.device.type != "cpu":
+            return []
+        return [(each.detach(), self._written(each)) for each in (output, *(call.tensors[place] for place in others))]
+
+    def _written(self, tensor: Tensor) -> object:
+        memory = tensor.untyped_storage().data_ptr()
+        return version_of(tensor), self._collector.writes.get(memory)  # (no version counts what is written to `.data`)
+
     def _computation(self) -> Computation:
         if self._needs is None:
             return self._freed
-        slots, (kept, versions, saved) = self._slots, self._needs
+        slots, (kept, versions, saved, _) = self._slots, self._needs
         tensors = dict(zip(slots.names, kept, strict=True))
         for name, (shape, dtype) in slots.shapes_of.items():
             one = torch.full((), torch.nan, dtype=dtype, device=self._owners[name].tensor.device)
@@ -779,12 +806,15 @@ class PlannedReport(Report):
                     and not (torch.is_grad_enabled() or any_autocast_is_on())
                     and (collector.takes_at_once(weights) or (made := collector.made_for(weights)) is not None)
                 ):
-                    kept, versions, saved = needs
+                    kept, versions, saved, product = needs
                     grad = grad.detach() if grad.requires_grad else grad
-                    given, kind, are_unchanged = (*kept, *saved.values(), grad), None, True
+                    given, kind, are_unchanged, dots_of = (*kept, *saved.values(), grad), None, True, list[Tensor]()
                     if made is not None:
-                        of_weights, kind = made.tensors(), made.kind
-                        are_unchanged, given = of_weights is not None, (*given, *(of_weights or ()))
+                        of_weights = made.tensors()
+                        if "product" not in programs and all(self._written(each) == then for each, then in product):
+                            dots_of = [tensor for tensor, _ in product]
+                        are_unchanged, given = of_weights is not None, (*given, *(of_weights or ()), *dots_of)
+                        kind = made.kind, len(dots_of)
                     for tensor, version in versions:
                         are_unchanged = are_unchanged and version_counter(tensor) == version
                     limit, is_fused = collector.kernel_options.max_memory, self.fused is not None
@@ -793,7 +823,7 @@ class PlannedReport(Report):
                     given, asked = (*given, *vectors), (is_fused, collector.takes_norms, len(vectors))
                     key = (*asked, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
                     program = programs.get(key) if are_unchanged else "none"
-                    compute = partial(self._asked, grad, made, vectors)
+                    compute = partial(self._asked, grad, made, dots_of, vectors)
                     try:
                         if program is None:
                             results = self._record(key, given, compute)
@@ -801,6 +831,8 @@ class PlannedReport(Report):
                             results, checks = program.run(given)
                             if checks:
                                 results = self._checked(results, checks, given, compute, targets)
+                        if dots_of and (results is None or key not in programs):  # the shift is large, say
+                            programs["product"] = "none"
                     except torch.OutOfMemoryError:  # smaller chunks take less
                         results = None
                     except UnsupportedError:  # how weights are made: the reason is found where each is pulled back
@@ -855,18 +887,30 @@ class PlannedReport(Report):
                 if not float(number) >= least:
                     return None
             return results
-        kept, versions, _ = self._needs
+        kept, versions, *_ = self._needs
         later = Later([*(tensor for tensor, _ in versions), *given[len(kept) :]])
         numbers = [(on_its_way(number), least) for number, least in checks]
         later.corrections.append(partial(_correct, later, numbers, results, partial(asked, self._computation())))
         self._collector.correct_later([*targets], later)
         return results
 
-    def _asked(self, grad: Tensor, made: Made | None, vectors: Sequence[Tensor], compute: Computation) -> list[Tensor]:
+    def _asked(
+        self,
+        grad: Tensor,
+        made: Made | None,
+        dots_of: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        compute: Computation,
+    ) -> list[Tensor]:
         """What is asked for of each weight, or parameter that it is made of, and the sums if these are taken."""
         with kernel_options(self._collector.kernel_options):
             contributions = compute((self._readers[0](grad),))
-            gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
+            row_dots = None
+            if dots_of:
+                output, *shift = dots_of
+                inputs = self._needs[0][self._slots.names.index("input")]
+                row_dots = partial(row_dots_of_output, grad, output, inputs, shift[0] if shift else None)
+            gradients = [each for _, each in contributions] if made is None else made.pulled(contributions, row_dots)
             if self.fused is None:
                 return self._collector.asked(gradients, vectors)
             squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)

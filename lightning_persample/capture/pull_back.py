@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -235,6 +235,7 @@ _SHAPED = frozenset({
     "_unsafe_view", "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
 })  # fmt: skip
 _OF_ROWS, _EPS = frozenset({"batch_norm", "_weight_norm"}), 1e-5
+OF_ROWS = _SHAPED | _OF_ROWS  # by which a weight is derived whose rows are those of a parameter, normalized
 _DRAWS = having("draws")
 COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _OF_LAYOUT = (torch.Size, torch.layout, torch.memory_format)
@@ -291,6 +292,10 @@ def pull_back(weight: Weight) -> None:
         parent.add(gradient)
 
 
+RowDots: TypeAlias = Callable[[int], tuple[Tensor, Tensor | None]]
+"""Dots (B, O) of a gradient's rows with the weight's, of that length, and the least norms (O,) of these to rely on."""
+
+
 @dataclass(frozen=True, eq=False)
 class Made:
     """Weights that one call uses, with what they are made of, where nothing else uses any of it.
@@ -319,15 +324,19 @@ class Made:
                 found += tensors
         return found
 
-    def pulled(self, contributions: Contributions) -> list[SampleGradient]:
-        """What each of the parameters gets of what the call contributes."""
+    def pulled(self, contributions: Contributions, row_dots: RowDots | None) -> list[SampleGradient]:
+        """What each of the parameters gets of what the call contributes; `row_dots` are those with the first weight."""
         terms: dict[Weight, list[SampleGradient]] = {}
+        known = {self.weights[0]}  # has the same rows
         for weight, gradient in contributions:
             terms.setdefault(weight, []).append(gradient)
         for weight in self.weights:
-            if weight.derivation is not None and weight in terms:
-                for parent, gradient in _pulled(weight.derivation, terms[weight]):
+            derivation = weight.derivation
+            if derivation is not None and weight in terms:
+                for parent, gradient in _pulled(derivation, terms[weight], row_dots if weight in known else None):
                     terms.setdefault(parent, []).append(gradient)
+                if weight in known and derivation.op in _SHAPED:
+                    known.update(derivation.parents.values())
         return [add_up(terms[weight]) for weight in self.parameters]
 
 
@@ -363,18 +372,18 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
     return Made(found, tuple(kinds))
 
 
-def _pulled(derivation: Derivation, terms: Sequence[SampleGradient]) -> Contributions:
+def _pulled(derivation: Derivation, terms: Sequence[SampleGradient], row_dots: RowDots | None = None) -> Contributions:
     """What the parents of a derived weight get."""
     # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
     # since) gives an `UnsupportedError`.
     if len(terms) == 1:
-        return _pull_back_one(derivation, terms[0])
+        return _pull_back_one(derivation, terms[0], row_dots)
     blocks = [term for term in terms if isinstance(term, Block)]
     others = [term for term in terms if not isinstance(term, Block)]
     return [pair for same in (blocks, others) if same for pair in _pull_back_one(derivation, add_up(same))]
 
 
-def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> Contributions:
+def _pull_back_one(derivation: Derivation, gradient: SampleGradient, row_dots: RowDots | None = None) -> Contributions:
     parents = list(derivation.parents.values())
     of_table = looked_up(derivation, gradient) if derivation.op == "embedding" else None
     if of_table is not None:
@@ -385,7 +394,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> Contribu
     if entries is not None:
         _as_read(derivation, parents_too=False)
         return entries
-    as_it_is = _keep_structure(derivation, gradient) if block is None else None
+    as_it_is = _keep_structure(derivation, gradient, row_dots) if block is None else None
     if as_it_is is not None:
         return as_it_is
     one = None
@@ -492,13 +501,13 @@ def _kind(derivation: Derivation) -> Hashable | None:
     return tuple(kind)
 
 
-def _keep_structure(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
+def _keep_structure(derivation: Derivation, gradient: SampleGradient, row_dots: RowDots | None) -> Contributions | None:
     """What the parents get where it need not be formed to be known."""
     parent, *others = derivation.parents.values()
     if derivation.value.is_complex() or parent.tensor.is_complex():
         return None
     if others or derivation.op in _OF_ROWS:
-        return _by_rows(derivation, gradient) if derivation.op in _OF_ROWS else None
+        return _by_rows(derivation, gradient, row_dots) if derivation.op in _OF_ROWS else None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return [(parent, gradient)]
     factor = next((leaf for leaf in derivation.leaves if type(leaf) in (int, float)), None)
@@ -524,7 +533,7 @@ def _rows_of_a_sum(gradient: SampleGradient) -> Deflated | None:
     return Deflated(gradient, gradient.shape)
 
 
-def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
+def _by_rows(derivation: Derivation, gradient: SampleGradient, row_dots: RowDots | None) -> Contributions | None:
     """What the parents get of batch or weight normalization of each row of a weight: the Jacobian projects rows."""
     if derivation.value.dtype not in _REPEATS:
         return None
@@ -544,8 +553,9 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
             return None
         count = len(weight)
     known = _rows_of_a_sum(gradient)
-    if known is None and type(gradient) is Dense and not gradient.dtype.is_complex and weight.numel():
-        known = Deflated(Dense(gradient.grad.reshape(gradient.batch_size, count, -1)), gradient.shape)
+    is_formed = known is None and isinstance(gradient, (Dense, Outer, Patches)) and weight.numel()
+    if is_formed and not gradient.dtype.is_complex:
+        known = Deflated(Dense(gradient.dense().reshape(gradient.batch_size, count, -1)), gradient.shape)
     if known is None or known.removed is not None or known.source.shape[0] != count:
         return None
     source, rows, length, eps = known.source, weight.reshape(count, -1), 1.0, 0.0
@@ -557,13 +567,24 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
     recorded = _recorded(derivation).view(count, -1)
     centre = recorded if shift is None else recorded - shift.unsqueeze(1)
     off = torch.linalg.vector_norm(torch.addcmul(centre, rows, by, value=-1), dim=1, keepdim=True)
-    if not at_least((norm * by.abs() * _REPEATS[recorded.dtype] - off).amin(), 0.0):  # hardly ever
+    sizes, sums = norm * by.abs(), source._row_sums() if centred else None
+    margin, found_dots = sizes * _REPEATS[recorded.dtype] - off, None
+    if row_dots is not None:
+        found_dots, least = row_dots(rows.shape[1])
+        sure = margin if least is None else torch.minimum(margin, sizes - least.unsqueeze(1))
+        if found_dots.shape[1] != count or not at_least(sure.amin(), torch.finfo(sure.dtype).tiny):  # (a row of zeros)
+            found_dots = None
+    if found_dots is None and not at_least(margin.amin(), 0.0):  # hardly ever
         _check_repeats(derivation, derivation.compute(*derivation.inputs))
     direction = rows.mul_(factor / length) if centred else rows * factor
-    dots, squares = source._row_dots(direction), by.square()
+    if found_dots is None:
+        dots = source._row_dots(direction)
+    else:
+        dots = found_dots if sums is None or shift is None else torch.addcmul(found_dots, sums, shift, value=-1)
+        dots = dots / length if scale is None else dots / (scale.reshape(-1) * length)
+    squares = by.square()
     removed = dots.square() @ (squares * (1 + eps * factor.square()))  # (2 less the direction's own square norm)
-    if centred:
-        sums = source._row_sums()
+    if sums is not None:
         removed += sums.square() @ (squares / rows.shape[1])
     found: Contributions = []
     for place, parent in derivation.parents.items():
@@ -572,7 +593,7 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
             scaled = source._by_row(by.squeeze(1))
             found.append((parent, Deflated(scaled, parent.shape, removed.squeeze(1), direction, centred)))
         else:
-            dot = sums if leaf is shift else dots * length
+            dot = sums if sums is not None and leaf is shift else dots * length
             found.append((parent, Dense(dot.reshape(gradient.batch_size, *parent.shape))))
     return found
 

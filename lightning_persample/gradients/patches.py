@@ -355,3 +355,20 @@ def _forming_is_cheaper(sizes: PatchSizes, factors: Factors) -> bool:
     formed += min(sizes.out_channels * b * (d + a), d * a * (sizes.out_channels + b))
     each = unfolded * b + sizes.out_channels * a + groups * (a * b + _WRITTEN * (a + b))
     return formed < sizes.positions * each
+
+
+_TIMES = 16  # as large as a row of the output's product a shift may be, whose rounding errors then do not show
+
+
+def row_dots_of_output(
+    grad_out: Tensor, output: Tensor, inputs: Tensor, shift: Tensor | None, length: int
+) -> tuple[Tensor, Tensor | None]:
+    """Dots of the rows of a convolution's weight with their gradients, (B, O), and the least norms (O,) to rely on."""
+    # grad_out, output (B, O, *out), inputs (B, C, *in), shift (O,), rows of so many numbers: the sum over positions of
+    # grad_out and the output less the shift. Errors of the output are those of the shift, too, if it is the larger.
+    grads = grad_out.flatten(2)
+    dots = (grads * output.flatten(2)).sum(2)
+    if shift is None:
+        return dots, None
+    mean_norm = torch.linalg.vector_norm(inputs) * (length / max(inputs.numel(), 1)) ** 0.5
+    return torch.addcmul(dots, grads.sum(2), shift, value=-1), shift.abs() / (mean_norm * _TIMES)

@@ -39,10 +39,10 @@ _CALLS = frozenset({
     "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "abs_", "add", "add_", "addcmul", "amax", "amin",
     "arange", "as_strided", "bmm", "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d", "conv3d",
     "convolution_backward", "copy_", "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand", "expand_as",
-    "flatten", "float", "gather", "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "mean", "movedim",
-    "mul", "mul_", "narrow", "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg", "new_empty",
-    "new_zeros", "pad", "permute", "real", "reciprocal", "repeat", "reshape", "resolve_conj", "rms_norm", "rsqrt",
-    "rsqrt_", "scatter_", "select", "sqrt", "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to",
+    "flatten", "float", "gather", "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "mean", "minimum",
+    "movedim", "mul", "mul_", "narrow", "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg",
+    "new_empty", "new_zeros", "pad", "permute", "real", "reciprocal", "repeat", "reshape", "resolve_conj", "rms_norm",
+    "rsqrt", "rsqrt_", "scatter_", "select", "sqrt", "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to",
     "transpose", "unflatten", "unsqueeze", "view", "view_as", "zeros", "zeros_like",
 })  # fmt: skip
 _LAYOUT = frozenset({
