@@ -172,7 +172,7 @@ def log_metrics(
             of_user(logger.log_metrics, values, step=step)
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in new.items()})
+        trainer.callback_metrics.update(zip(new, torch.tensor([*new.values()]).unbind(), strict=True))
 
 
 def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:

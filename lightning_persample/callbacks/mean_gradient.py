@@ -39,7 +39,7 @@ class SampleMean:
     factor: float  # of a sample's own gradient in ``.grad``, before processes are averaged
     share: float  # of the samples that values are computed for
     unsupported: tuple[str, ...]  # parameters without per-sample gradients
-    sq_norms: Tensor  # of ``.grad``, over all other parameters and of each group, (1 + groups,)
+    sq_norms: tuple[float, ...]  # of ``.grad``, over all other parameters and of each group
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,10 @@ def sq_norms_of_mean(gradients: Sequence[StepGradient], groups: int) -> tuple[Te
     if not agree_on_mean(gradients):
         return torch.full((1 + groups,), math.nan, dtype=torch.float64), size
     means = [each.mean for each in gradients if each.mean is not None]
-    scale = len(means) / torch.tensor(means[0].factor * size, dtype=torch.float64)
-    return torch.stack([each.sq_norms for each in means]).sum(0) * scale**2, size
+    total = means[0].factor * size
+    scale = len(means) / total if total else math.inf
+    sq_norms = [sum(each) * scale * scale for each in zip(*(mean.sq_norms for mean in means), strict=True)]
+    return torch.tensor(sq_norms, dtype=torch.float64), size
 
 
 def norm_of_loss_gradient(gradients: Sequence[StepGradient]) -> float:
@@ -186,17 +188,16 @@ class MeanGradient:
         grads = self._grads()
         if why := _first_wrong(self._of_loss) or ("" if grads else NOTHING):
             return StepGradient(why_no_mean=why)
-        squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
-        squares = squares / torch.tensor(_copies(grads.values(), self._processes), dtype=squares.dtype)
-        loss = None if self._loss_scale is None else (float(self._loss_scale), float(squares.sum()))
+        copies = _copies(grads.values(), self._processes)
+        squares = [square / n for square, n in zip(_sq_norms(grads.values()).tolist(), copies, strict=True)]
+        loss = None if self._loss_scale is None else (float(self._loss_scale), sum(squares))
         counted = [name for name in grads if name not in frozenset(self._unsupported or ())]
         factor, share = self._factor, self._share
         why = _first_wrong(self._of_mean)
         if why or not counted or factor is None or share is None:
             return StepGradient(why_no_mean=why or NOTHING, loss=loss)
-        by_name = dict(zip(grads, squares.tolist(), strict=True))
-        sums = [math.fsum(by_name[name] for name in names) for names in self._members(counted)]
-        sq_norms = torch.tensor(sums, dtype=torch.float64)
+        by_name = dict(zip(grads, squares, strict=True))
+        sq_norms = tuple(sum(by_name[name] for name in names) for names in self._members(counted))
         mean = SampleMean(self._samples, float(factor), share, self._unsupported or (), sq_norms)
         own, cosines, why_no_cosines = {name: grads[name] for name in counted}, None, ""
         if self._wants_cosines:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_persample.callbacks.mean_gradient import (
 )
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
-from lightning_persample.metrics.functional import statistics_of_values
+from lightning_persample.metrics.functional import diversity_of_sums, statistics_of_values, terms_of_sums
 from lightning_persample.metrics.steps import MeanOverSteps
 
 
@@ -73,12 +74,12 @@ class StepNorms:
         """Join the batches of this process, in one transfer from their device."""
         blocks = [each.rows for each in window if each.rows is not None]
         rows = torch.cat(blocks or [torch.empty(2 + len(groups), 0)], dim=1).cpu().double()
-        norms, weights = rows[0], rows[-1]
-        counted = norms.isfinite() & ~rows[:-1].isnan()
-        finite = rows[:-1].where(counted, 0.0)
+        norms, values, weights = rows[0], rows[:-1], rows[-1]
+        counted = norms.isfinite() & ~values.isnan()
+        finite = values.where(counted, 0.0)
         return cls(
             norms,
-            torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1),
+            torch.stack([finite, counted.double(), (finite * weights).square()], dim=1).sum(2),
             samples=sum(each.batch_size for each in window),
             batches=len(window),
             coverage=min((each.coverage for each in window), default=math.inf),
@@ -130,7 +131,8 @@ class AllProcesses:
 
 
 STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
-_TOGETHER = 64  # steps whose norms are taken in for the epoch in one go
+_DECAY = 0.95  # of the moving sums of the noise scale, at each step
+_TOGETHER = 64  # steps that are taken in for the epoch in one go
 
 
 class LoggedMetrics:
@@ -139,7 +141,8 @@ class LoggedMetrics:
     def __init__(self, prefix: str, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
         self.prefix, self.groups = prefix, tuple(groups)
         self._chosen, self._quantiles = frozenset(chosen), tuple(quantiles)
-        self._running = GradientNoiseScale(decay=0.95, sync_on_compute=False)
+        # The noise scale's S, |G|^2 and weight of all parameters and of each group, as moving sums; none before a step
+        self._running: list[list[float]] = []
         self._norms = PerSampleNorm(self._quantiles, sync_on_compute=False)
         of_epoch = {"norm_mean": MeanOverSteps, "noise_scale": GradientNoiseScale, "diversity": GradientDiversity}
         kept = [name for name in ("norm_mean", *STATISTICS) if name in self._chosen or (name == "norm_mean" and groups)]
@@ -148,27 +151,27 @@ class LoggedMetrics:
 
     def start_epoch(self) -> None:
         """Forget the steps of the last epoch."""
-        self._waiting: list[Tensor] = []
+        self._waiting: dict[str, list[tuple[Any, ...]]] = {name: [] for name in ("norms", *self._of_steps)}
         self.steps = 0  # logged in this epoch
         for metric in (self._norms, *self._of_steps.values()):
             metric.reset()
 
     def of_step(self, step: StepNorms) -> dict[str, float]:
         """What is logged of a step, by name without prefix."""
-        finite = step.norms.isfinite()
-        norms = step.norms[finite]
-        self._waiting.append(step.norms)
-        self.steps += 1
-        if len(self._waiting) >= _TOGETHER:
-            self._settle()
-        statistics = statistics_of_values(norms, self._quantiles)
-        values = {f"norm_{name}": value.item() for name, value in statistics.items()}
         totals, counts, sq_sums = step.sums.unbind(1)
+        finite, norms = int(counts[0]), step.norms
+        nonfinite = norms.numel() - finite
+        if len(self._waiting["norms"]) >= _TOGETHER:
+            self._settle()
+        self._waiting["norms"].append((norms,))
+        self.steps += 1
+        statistics = statistics_of_values(norms[norms.isfinite()] if nonfinite else norms, self._quantiles)
+        values = {f"norm_{name}": value for name, value in statistics.items()}
         if self.groups:
             values |= self._add("norm_mean", totals[1:] / counts[1:], counts[1:])
         if self._chosen:
-            values |= self._of_mean(step.gradients, sq_sums if finite.all() else sq_sums * math.nan, norms.numel())
-        return values | {"nonfinite": float(finite.numel() - norms.numel()), "coverage": step.coverage}
+            values |= self._of_mean(step.gradients, sq_sums * math.nan if nonfinite else sq_sums, finite)
+        return values | {"nonfinite": float(nonfinite), "coverage": step.coverage}
 
     def _of_mean(self, gradients: Sequence[StepGradient], sums: Tensor, samples: int) -> dict[str, float]:
         """Statistics of the mean gradient, from sums of squared norms over the samples captured, (1 + groups,)."""
@@ -179,39 +182,59 @@ class LoggedMetrics:
         if "cosine_to_mean" in self._chosen:
             cosines = torch.cat([sums.new_empty(0), *(each.cosines for each in gradients if each.cosines is not None)])
             found = statistics_of_values(cosines[cosines.isfinite() & means[0].isfinite()])
-            values = self._add("cosine_to_mean", found["mean"][None])
-            values["cosine_to_mean_min"] = found["min"].item()
+            values = self._add("cosine_to_mean", sums.new_tensor([found["mean"]]))
+            values["cosine_to_mean_min"] = found["min"]
+        share = size / samples if samples else math.nan  # of what is estimated in what is captured
         if self._chosen & {"noise_scale", "diversity"}:
             values["norm_of_mean"] = norm_of_loss_gradient(gradients)
+        for name in ("noise_scale", "diversity"):
+            if name in self._chosen:
+                self._waiting[name].append((sums, means, size, float(samples)))
         if "noise_scale" in self._chosen:
-            terms = self._running.update_sums(sums, means, size, samples)
-            self._of_steps["noise_scale"].fold(terms, size)
-            ratios = self._running.compute().where(terms.isfinite().all(0), math.nan)
-            values |= self._named("noise_scale", ratios)
+            terms = torch.stack(terms_of_sums(sums, samples, size, means), dim=1) * share
+            values |= self._named("noise_scale", self._ratios(terms.tolist(), size))
         if "diversity" in self._chosen:
-            (diversity,) = self._of_steps["diversity"].update_sums(sums, means, size, samples)
-            values |= self._named("diversity", diversity)
+            values |= self._named("diversity", (diversity_of_sums(sums, size, means) * share).tolist())
         if "signal_to_noise" in self._chosen:
             known = [each.signal_to_noise for each in gradients if each.signal_to_noise is not None]
             values |= self._add("signal_to_noise", known[0] if known else torch.full_like(means, math.nan))
         return values
 
-    def _add(self, name: str, values: Tensor, weight: Tensor | float = 1.0) -> dict[str, float]:
-        """Add values of a step to their mean over steps."""
-        self._of_steps[name].fold(values[None], weight)
-        return self._named(name, values)
+    def _ratios(self, terms: Sequence[Sequence[float]], size: float) -> list[float]:
+        """The noise scales of the moving sums, after those of a step, S and |G|^2, are in them; nan without a value."""
+        ratios, self._running = [], self._running or [[0.0] * 3 for _ in terms]
+        for place, of_step in enumerate(terms):
+            counts = all(map(math.isfinite, of_step))
+            if counts:
+                rows = zip(self._running[place], (*of_step, 1.0), strict=True)
+                self._running[place] = [_DECAY * before + size * new for before, new in rows]
+            S, G2, _ = self._running[place]
+            ratios.append(S / G2 if counts and G2 > 0 else math.nan)
+        return ratios
 
-    def _named(self, name: str, values: Tensor) -> dict[str, float]:
+    def _add(self, name: str, *row: Tensor) -> dict[str, float]:
+        """Keep values of a step, and what they weigh, for their mean over steps."""
+        self._waiting[name].append(row)
+        return self._named(name, row[0].tolist())
+
+    def _named(self, name: str, values: Sequence[float]) -> dict[str, float]:
         """Values of groups, (groups,), or of all parameters and of groups, (1 + groups,), by their names."""
-        numbers = values.reshape(-1).tolist()
         names = [name, *(f"{group}/{name}" for group in self.groups)]
-        return dict(zip(names[1:] if name == "norm_mean" else names, numbers, strict=False))
+        return dict(zip(names[1:] if name == "norm_mean" else names, values, strict=False))
 
     def _settle(self) -> None:
-        """Take in the norms that wait, for the values of the epoch."""
-        if self._waiting:
-            self._norms.update(torch.cat(self._waiting))
-            self._waiting = []
+        """Take in the steps that wait, for the values of the epoch."""
+        for name, rows in self._waiting.items():
+            if not rows:
+                continue
+            columns = [*zip(*rows, strict=True)]
+            if name == "norms":
+                self._norms.update(torch.cat(columns[0]))
+            else:
+                metric: Any = self._of_steps[name]
+                add = metric.update if isinstance(metric, MeanOverSteps) else metric.update_sums
+                add(*map(_column, columns))
+            rows.clear()
 
     def of_epoch(self) -> dict[str, float]:
         """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix."""
@@ -221,7 +244,7 @@ class LoggedMetrics:
         found = {name: float(value) for name, value in self._norms.compute().items() if name != "count"}
         values = {name if name == "nonfinite" else f"norm_{name}": value for name, value in found.items()}
         for name, metric in self._of_steps.items():
-            values |= self._named(name, metric.compute())
+            values |= self._named(name, metric.compute().reshape(-1).tolist())
         return {f"{name}_epoch": value for name, value in values.items()}
 
     @cached_property
@@ -232,13 +255,17 @@ class LoggedMetrics:
 
     def state_dict(self) -> list[list[float]]:
         """The running sums, in plain containers."""
-        sums: list[list[float]] = self._running.folded.T.tolist() if self._running.folded.dim() else []
-        return sums
+        return [list(sums) for sums in self._running]
 
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Go on from sums that `state_dict` gave for as many groups."""
         if len(state) == 1 + len(self.groups):
-            self._running.folded = torch.tensor(state, dtype=torch.float64).T
+            self._running = [list(sums) for sums in state]
+
+
+def _column(values: Sequence[Any]) -> Tensor:
+    """What several steps have, numbers or tensors of one shape: (steps, ...)."""
+    return torch.stack([*values]) if isinstance(values[0], Tensor) else torch.tensor(values, dtype=torch.float64)
 
 
 _MANUAL = "optimization is manual"

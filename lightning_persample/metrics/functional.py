@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,14 +55,13 @@ def noise_scale_terms(
 
 
 def terms_of_sums(
-    sum_of_sq_norms: Tensor, samples: Tensor | int, batch_size: Tensor | int, sq_norm_of_mean: Tensor
+    sum_of_sq_norms: Tensor, samples: Tensor | float, batch_size: Tensor | float, sq_norm_of_mean: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S and |G|^2 as in `noise_scale_terms`, from the sum of the squared norms; any shape, not finite with B < 2."""
-    size = torch.as_tensor(batch_size, dtype=sum_of_sq_norms.dtype, device=sum_of_sq_norms.device)
-    S = (sum_of_sq_norms - samples * sq_norm_of_mean) / (size - 1)
-    S = S.where(size > 1, math.nan)
-    G2 = (samples * sq_norm_of_mean - S) / size
-    return S.clamp(min=0).where(size == samples, S), G2  # a variance, which only rounding makes negative
+    """S and |G|^2 as in `noise_scale_terms`, from sums of squared norms; any shape, not both finite with B < 2."""
+    of_mean = samples * sq_norm_of_mean
+    S = (sum_of_sq_norms - of_mean) / (batch_size - 1)
+    is_whole = torch.as_tensor(batch_size == samples, device=S.device)  # a variance, which only rounding makes negative
+    return S.clamp(min=0).where(is_whole, S), (of_mean - S) / batch_size
 
 
 def simple_noise_scale(S: Tensor, G2: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def gradient_diversity(sq_norms: Tensor, sq_norm_of_mean: Tensor | float, batch_
     return diversity_of_sums(sq_norms.sum(), as_batch_size(batch_size, sq_norms.numel()), mean)
 
 
-def diversity_of_sums(sum_of_sq_norms: Tensor, batch_size: Tensor | int, sq_norm_of_mean: Tensor) -> Tensor:
+def diversity_of_sums(sum_of_sq_norms: Tensor, batch_size: Tensor | float, sq_norm_of_mean: Tensor) -> Tensor:
     """As `gradient_diversity`, from the sum of the squared norms; any shape."""
     ratio = sum_of_sq_norms / batch_size**2 / sq_norm_of_mean
     return ratio.where(ratio.isfinite() & sq_norm_of_mean.isfinite(), math.nan)
@@ -203,28 +203,28 @@ def merge_moments(parts: Tensor) -> Tensor:
 
 
 def statistics_of_moments(
-    count: Tensor | int, mean: Tensor, deviations: Tensor, smallest: Tensor, largest: Tensor
+    count: Tensor | int, mean: Tensor, deviations: Tensor, smallest: Any, largest: Any
 ) -> dict[str, Tensor]:
     """Mean, unbiased standard deviation (nan with one value) and extremes, from `moments`."""
     return {"mean": mean, "std": (deviations / (count - 1)).sqrt(), "min": smallest, "max": largest}
 
 
-def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dict[str, Tensor]:
-    """Those of finite values (n,), and quantiles of them; nan if there is none."""
+def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dict[str, float]:
+    """Those of finite values (n,) on the host, and quantiles of them; nan if there is none."""
     ordered = values.sort().values if values.numel() else values.new_full((1,), math.nan)
     mean = ordered.mean()
-    deviations = (ordered - mean).square().sum()
-    found = statistics_of_moments(ordered.numel(), mean, deviations, ordered[0], ordered[-1])
-    return found | quantiles_of_sorted(ordered, quantiles)
+    deviations, numbers = (ordered - mean).square().sum(), ordered.numpy()  # whose entries are read faster
+    found: dict[str, Any] = statistics_of_moments(len(numbers), mean, deviations, numbers[0], numbers[-1])
+    return {name: float(value) for name, value in (found | quantiles_of_sorted(numbers, quantiles)).items()}
 
 
-def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str, Tensor]:
-    """Quantiles of sorted numbers (n,), interpolated linearly, named by percent; nan if there is no number."""
-    ordered = values if values.numel() else values.new_full((1,), math.nan)  # torch.quantile takes 16 million at most
+def quantiles_of_sorted(values: Any, quantiles: Sequence[float]) -> dict[str, Any]:
+    """Quantiles of a sorted array (n,), interpolated linearly, named by percent; torch.quantile takes 16 million."""
     found = {}
     for quantile in quantiles:
-        at = quantile * (ordered.numel() - 1)
-        found[percent(quantile)] = torch.lerp(ordered[math.floor(at)], ordered[math.ceil(at)], at - math.floor(at))
+        at = quantile * (len(values) - 1)
+        low, high = values[math.floor(at)], values[math.ceil(at)]
+        found[percent(quantile)] = low + (high - low) * (at - math.floor(at))
     return found
 
 

@@ -120,7 +120,9 @@ class PerSampleNorm(_SampleMetric):
         if not self.quantiles:
             return self._statistics({})
         values = self._joined("values")
-        return self._statistics(quantiles_of_sorted(values[values.isfinite()].sort().values, self.quantiles))
+        ordered = values[values.isfinite()].sort().values
+        ordered = ordered if len(ordered) else values.new_full((1,), math.nan)
+        return self._statistics(quantiles_of_sorted(ordered, self.quantiles))
 
 
 class CosineToMean(_SampleMetric):

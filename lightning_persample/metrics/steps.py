@@ -48,13 +48,14 @@ class _AverageOverSteps(PerSampleMetric):
         super().__init__(**kwargs)
         self._new_state(0.0, "sum", "folded")
 
-    def fold(self, terms: Tensor, weight: Tensor | float) -> None:
-        """Add a step by its terms (terms, ...); where one of them is not finite, it does not count."""
-        self._update_count += 1
-        counted = terms.isfinite().all(0)
-        rows = weight * torch.cat([terms, torch.ones_like(terms[:1])])
-        before = self.folded if self.decay is None else self.decay * self.folded
-        self.folded = torch.where(counted, before + rows, self.folded)
+    def _fold(self, terms: Tensor, weights: Tensor | float) -> None:
+        """Add steps in order by their terms, (terms, k, ...); where one of them is not finite, none of a step count."""
+        counts = terms.isfinite().all(0)
+        rows = (weights * torch.cat([terms, torch.ones_like(terms[:1])])).where(counts, 0.0)
+        counted = counts.to(terms.dtype)
+        later = counted.flip(0).cumsum(0).flip(0) - counted  # how many steps count after each
+        decay = 1.0 if self.decay is None else self.decay
+        self.folded = decay ** counted.sum(0) * self.folded + (decay**later * rows).sum(1)
 
     def _totals(self) -> Tensor:
         """Weighted sums of the terms, and below them of the weights, (terms + 1, ...)."""
@@ -71,9 +72,9 @@ class MeanOverSteps(_AverageOverSteps):
 
     _title, _axis = "Mean over steps", "mean"
 
-    def update(self, values: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Add the values of a step, (...)."""
-        self.fold(values[None], weight)
+    def update(self, values: Tensor, weights: Tensor | float = 1.0) -> None:
+        """Add the values of steps, (k, ...)."""
+        self._fold(values[None], weights)
 
     def compute(self) -> Tensor:
         """The means, (...)."""
@@ -131,25 +132,27 @@ class _StepMetric(_AverageOverSteps):
         self.parts.append(part)
 
     def update_sums(
-        self, sum_of_sq_norms: Tensor, sq_norm_of_mean: Tensor, batch_size: Tensor | float, samples: int
+        self, sum_of_sq_norms: Tensor, sq_norm_of_mean: Tensor, batch_size: Tensor, samples: Tensor
     ) -> Tensor:
-        """Add a whole step from sums over the samples of all processes, each given once, in memory of one size.
+        """Add whole steps from sums over the samples of all processes, each given once, in memory of one size.
 
-        Nothing is exchanged with other processes, and `counts` leaves the step out. Its place in a moving average is
+        Nothing is exchanged with other processes, and `counts` leaves the steps out. Their place in a moving average is
         before the steps of `update`. Sums of several groups of parameters give a value for each.
 
         Args:
-            sum_of_sq_norms: sum of ||g_i||^2, (...), for example one for each group of parameters.
+            sum_of_sq_norms: sum of ||g_i||^2 of k steps, (k, ...), for example one for each group of parameters.
             sq_norm_of_mean: ||gbar||^2, of the same shape.
-            batch_size: number of samples B of the effective batch.
-            samples: of how many of them, chosen at random, the sum is; what it lacks is estimated.
+            batch_size: number of samples B of the effective batch, (k,).
+            samples: of how many of them, chosen at random, the sum is, (k,); what it lacks is estimated.
 
         Returns:
-            The step's own terms, (terms, ...), which are averaged over steps that have a value (see the class).
+            The steps' own terms, (terms, k, ...), which are averaged over steps that have a value (see the class).
         """
-        size = sum_of_sq_norms.new_tensor(float(batch_size))
+        self._update_count += 1
+        ones = [1] * (sum_of_sq_norms.dim() - 1)
+        size, samples = batch_size.view(-1, *ones), samples.view(-1, *ones)
         terms = self._terms(sum_of_sq_norms, samples, size, sq_norm_of_mean) * (size / samples)
-        self.fold(terms.where(self._is_defined(size, sq_norm_of_mean), math.nan), self._weight(size))
+        self._fold(terms.where(self._is_defined(size, sq_norm_of_mean), math.nan), self._weight(size))
         return terms
 
     def counts(self) -> dict[str, Tensor]:
@@ -174,7 +177,7 @@ class _StepMetric(_AverageOverSteps):
         """Whether finite steps have a value, (k,)."""
 
     @abstractmethod
-    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+    def _terms(self, sums: Tensor, samples: Tensor, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         """What is averaged over steps, (terms, ...), of parts of steps their share."""
 
     def _weight(self, batch_size: Tensor) -> Tensor:
@@ -315,7 +318,7 @@ class GradientNoiseScale(_StepMetric):
     def _is_defined(self, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         return batch_size > 1
 
-    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+    def _terms(self, sums: Tensor, samples: Tensor, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         return torch.stack(terms_of_sums(sums, samples, batch_size, sq_norm_of_mean))
 
     def _weight(self, batch_size: Tensor) -> Tensor:
@@ -367,7 +370,7 @@ class GradientDiversity(_StepMetric):
     def _is_defined(self, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         return (batch_size > 1) & (sq_norm_of_mean > 0)
 
-    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+    def _terms(self, sums: Tensor, samples: Tensor, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         return diversity_of_sums(sums, batch_size, sq_norm_of_mean)[None]
 
 

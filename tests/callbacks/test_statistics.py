@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.callbacks.mean_gradient import SampleMean, StepGradient
 from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetrics, StepNorms
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.metrics import GradientDiversity
@@ -38,6 +39,21 @@ def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
     assert found == pytest.approx({f"norm_{n}_epoch": v for n, v in wanted.items()} | {"nonfinite_epoch": 2.0})
     statistics.start_epoch()
     assert statistics.of_epoch() == {}
+
+
+def test_an_epoch_of_many_steps_has_the_ratios_of_all():
+    rng, statistics = np.random.default_rng(0), LoggedMetrics("", ALL[:2], (), ())
+    norms = rng.lognormal(size=(150, 7))
+    norms[3, 0] = math.nan  # a step that does not count
+    squares = (norms**2).mean(1)
+    means = squares * rng.uniform(0.3, 1, size=150)
+    for row, mean in zip(norms, means.tolist(), strict=True):
+        captured = CapturedBatch(7, torch.from_numpy(np.stack([row, np.ones(7)])), 1.0)
+        gradient = StepGradient(SampleMean(7, 1 / 7, 1.0, (), (mean,)), "", (1.0, mean))
+        statistics.of_step(StepNorms.of_window([captured], (), gradient))
+    S, found = 7 / 6 * (squares - means), statistics.of_epoch()
+    assert found["noise_scale_epoch"] == pytest.approx(np.nanmean(S) / np.nanmean(means - S / 7), rel=1e-12)
+    assert found["diversity_epoch"] == pytest.approx(np.nanmean(squares / 7 / means), rel=1e-12)
 
 
 @pytest.mark.parametrize(("reduction", "accumulate"), in_turn(["mean", "sum"], [3, 1, 2]))

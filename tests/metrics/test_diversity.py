@@ -77,7 +77,8 @@ def test_steps_given_as_sums():
     metric = GradientDiversity()
     for each in (*grads, torch.tensor([[1.0], [-1.0]], dtype=torch.float64)):  # the last one cancels
         norms, mean = sq_norms(each)
-        (own,) = metric.update_sums(norms.sum(), mean, len(each), len(each))
+        size = torch.tensor([float(len(each))])
+        (own,) = metric.update_sums(norms[None].sum(1), mean[None], size, size)
         assert own.item() == pytest.approx(reference.diversity(each.numpy()) if mean else math.nan, nan_ok=True)
     expected = np.mean([reference.diversity(each.numpy()) for each in grads])
     assert metric.compute().item() == pytest.approx(expected, rel=1e-12)

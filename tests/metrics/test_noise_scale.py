@@ -250,20 +250,25 @@ def test_a_step_weighs_by_its_number_of_samples() -> None:
         assert each.compute().item() == pytest.approx(S / G2, rel=1e-12)
 
 
-def sums_of(grads, groups):
-    """Sums over the samples of the squared norms of each group of columns, and squared norms of their means."""
-    sums = torch.stack([grads[:, columns].square().sum() for columns in groups])
-    return sums, torch.stack([grads[:, columns].mean(0).square().sum() for columns in groups])
+def sums_of(steps, groups):
+    """What `update_sums` takes of steps: of each group of columns the sums of squared norms and those of the means."""
+    sums = torch.stack([torch.stack([grads[:, columns].square().sum() for columns in groups]) for grads in steps])
+    means = [torch.stack([grads[:, columns].mean(0).square().sum() for columns in groups]) for grads in steps]
+    sizes = torch.tensor([float(len(grads)) for grads in steps])
+    return sums, torch.stack(means), sizes, sizes
 
 
+@pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_steps_given_as_sums_take_no_memory_and_have_a_value_for_each_group(decay):
+def test_steps_given_as_sums_take_no_memory_and_have_a_value_for_each_group(decay, together):
     grads, groups = some_grads(), [slice(None), slice(0, 1), slice(1, None)]
     metric = GradientNoiseScale(decay)
-    for each in (*grads[:2], torch.full_like(grads[0], math.nan), *grads[2:]):
-        own = metric.update_sums(*sums_of(each, groups), len(each), len(each))
-        wanted = [reference.noise_scale_terms(each[:, columns].numpy()) for columns in groups]
-        assert own.T.numpy() == pytest.approx(np.array(wanted), rel=1e-12, nan_ok=True)
+    given = [*grads[:2], torch.full_like(grads[0], math.nan), *grads[2:]]
+    for start in range(0, len(given), together):
+        own = metric.update_sums(*sums_of(given[start : start + together], groups))
+        for step, found in zip(given[start:], own.unbind(1), strict=False):
+            wanted = [reference.noise_scale_terms(step[:, columns].numpy()) for columns in groups]
+            assert found.T.numpy() == pytest.approx(np.array(wanted), rel=1e-12, nan_ok=True)
     assert metric.folded.shape == (3, 3)
     assert metric.parts == []
     for place, columns in enumerate(groups):
@@ -282,8 +287,10 @@ def test_sums_over_some_of_the_samples_stand_for_the_whole_step():
     (grads,) = some_grads(1)
     norms, mean = sq_norms(grads)
     variance = 6 / 5 * (norms[:4].mean() - mean).item()
-    found = GradientNoiseScale().update_sums(norms[:4].sum(), mean, 6, 4)
-    assert found.tolist() == pytest.approx([variance, mean.item() - variance / 6], rel=1e-12)
+    found = GradientNoiseScale().update_sums(
+        norms[None, :4].sum(1), mean[None], torch.tensor([6.0]), torch.tensor([4.0])
+    )
+    assert found.flatten().tolist() == pytest.approx([variance, mean.item() - variance / 6], rel=1e-12)
 
 
 @pytest.mark.parametrize("decay", [None, 0.5])
@@ -291,7 +298,8 @@ def test_steps_given_as_sums_come_before_those_of_update_and_are_not_exchanged(d
     grads = some_grads()
     metric, sent = GradientNoiseScale(decay), []
     for each in grads[:2]:
-        metric.update_sums(*(part[0] for part in sums_of(each, [slice(None)])), len(each), len(each))
+        sums, means, *sizes = sums_of([each], [slice(None)])
+        metric.update_sums(sums[:, 0], means[:, 0], *sizes)
     for each in grads[2:]:
         alone = metric_of([each]).compute().item()
         assert metric(*sq_norms(each)).item() == pytest.approx(alone, rel=1e-12, nan_ok=True)
