@@ -40,18 +40,13 @@ _Terms: TypeAlias = tuple[_Term, ...]
 _FACTORS: dict[tuple[tuple[str, int] | None, float], int] = {}  # number of samples when a line first took this one
 _MOST = 1024
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
-_COPIES = frozenset(("clone", "detach", "squeeze"))
+COPIES = frozenset(("clone", "detach", "squeeze"))
 
 
-def copied(call: ObservedCall) -> Followed | None:
-    """The answer for one number that is copied or detached, as at every step where the loss is logged; else None."""
-    if call.op not in _COPIES or call.outputs[0].dim() or len(call.lost) != 1 or call.compares_weights:
-        return None
-    ((number, mark),) = call.lost
-    if number.dim() or not mark.is_plain_sum:
-        return None
-    crossed = torch.is_grad_enabled() and (mark.crossed or not call.outputs[0].requires_grad)
-    return Followed((mark if mark.crossed == crossed else replace(mark, crossed=crossed),))
+def copied(mark: Lost, copy: Tensor) -> Lost:
+    """What a copy or a view of a number is that is a plain sum, as at every step where the loss is logged."""
+    crossed = torch.is_grad_enabled() and (mark.crossed or not copy.requires_grad)
+    return mark if mark.crossed == crossed else replace(mark, crossed=crossed)
 
 
 def after_reduction(call: ObservedCall) -> Followed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_persample.batch_axis import indexing, layers, losses, pointwise, recurrence, reductions, shapes
-from lightning_persample.batch_axis.after_reduction import after_reduction, copied
+from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.apart import by_entries_moved
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, keep, lost, mixing_among
@@ -37,9 +37,6 @@ _OF_NESTED = frozenset(name for name, op in OPS.items() if op.family == "nested"
 
 def follow(call: ObservedCall) -> Followed:
     """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
-    again = None if call.located else copied(call)
-    if again is not None:
-        return again
     followed = _follow(call)
     sample = call.sample if call.located and call.batch_size > 1 else None
     if sample is not None and (call.lost or any(isinstance(place, Lost) for place in followed.outputs)):

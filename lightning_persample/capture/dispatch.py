@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
+from lightning_persample.batch_axis.after_reduction import COPIES, copied
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, row_owners
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
@@ -404,9 +405,10 @@ class Dispatcher(Collector):
         if kind.composite:
             self.last = None  # (another's result may be gone, and its id be given again)
             return _Decision(self._note_open, in_the_open=decomposed(call.function))
-        if any(type(mark) is Lost for mark in call.marks):
-            call.marks = [self._mark_of(tensor) for tensor in call.tensors]
         kinds = set(map(type, call.marks))
+        if Lost in kinds:
+            call.marks = [self._mark_of(tensor) for tensor in call.tensors]
+            kinds = set(map(type, call.marks))
         if kinds <= _OF_NO_SAMPLE:
             return _Decision(self._note_constant)
         if kinds & _OF_SAMPLES and innermost_transform() is not None and _is_inside(kind.op, call.tensors):
@@ -414,6 +416,8 @@ class Dispatcher(Collector):
             return _Decision(self._note_inside)
         if not _TENSORS.issuperset(map(type, call.tensors)) and any(map(is_lazy, call.tensors)):
             return _Decision(_note_nothing)
+        if kind.op in COPIES and not self.compares_weights and _is_plain_number(call):
+            return _Decision(self._note_copied)
         if kind.pointwise and BatchAxis in kinds and not call.writes:
             self.marks.note_variables(call.tensors, call.marks)
         return self._decide_with(call, kinds)
@@ -461,6 +465,12 @@ class Dispatcher(Collector):
 
     def _note_constant(self, call: TorchCall, result: Any) -> None:
         self.marks.note_constant(call.kind.op, call.tensors, result)
+
+    def _note_copied(self, call: TorchCall, result: Tensor) -> None:
+        """A number that is a sum over the samples was copied, as at every step where the loss is logged."""
+        (mark,) = call.marks
+        self._note_function(call.tensors)
+        self.marks.set_result(result, copied(mark, result))  # type: ignore[arg-type]
 
     def _note_derived(self, random_state: Tensor | None, call: TorchCall, result: Any) -> None:
         """A call on weights and numbers alone makes derived weights."""
@@ -820,6 +830,14 @@ def _outputs_of(call: TorchCall, result: Any) -> tuple[Tensor, ...]:
     if call.writes or given.isdisjoint(map(id, outputs)):
         return outputs
     return tuple(output for output in outputs if id(output) not in given)
+
+
+def _is_plain_number(call: TorchCall) -> bool:
+    """Whether a call is given one number, which is a sum over the samples of which nothing further is known."""
+    mark = call.marks[0] if len(call.marks) == 1 else None
+    return (
+        isinstance(mark, Lost) and type(call.tensors[0]) is Tensor and not call.tensors[0].dim() and mark.is_plain_sum
+    )
 
 
 def _note_nothing(call: TorchCall, result: Any) -> None:
