@@ -472,19 +472,33 @@ def test_a_bias_added_to_a_number_of_one_sample_is_no_penalty(shape: tuple[int, 
     assert_exact(module, loss, (vectors(),))
 
 
-def test_a_weight_of_pairs_of_samples_has_no_share_of_each() -> None:
-    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), logit_scale=nn.Parameter(torch.tensor(0.5)))
+def matching(pairs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Rows of the batch that are to match their own input, with a learned temperature."""
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
-        logits = m.logit_scale.exp() * (m(x) @ F.normalize(x[:, :4], dim=-1).T)
+        logits = pairs(m.logit_scale.exp(), m(x), F.normalize(x[:, :4], dim=-1))
         return -F.logsigmoid(logits * (2 * torch.eye(len(x)) - 1)).sum() / len(x)
 
+    return Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), logit_scale=nn.Parameter(torch.tensor(0.5))), loss
+
+
+def test_a_weight_of_pairs_of_samples_has_no_share_of_each() -> None:
+    module, loss = matching(lambda scale, first, second: scale * (first @ second.T))
     record = record_of(module, loss, vectors())
     assert list(record.unsupported) == ["logit_scale"]
     assert "`matmul` meets two tensors of the batch" in record.unsupported["logit_scale"]
     assert record.unsupported["logit_scale"].endswith(
         "; each entry there is of several samples, so that none has a gradient of its own"
     )
+
+
+def test_a_weight_of_the_rows_of_one_side_has_the_share_of_each() -> None:
+    module, loss = matching(lambda scale, first, second: (scale * first) @ second.T)
+    record = record_of(module, loss, vectors())
+    assert record.unsupported == {}
+    assert any("`matmul` meets two tensors of the batch" in text for text in record.mixing)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(record.grad_samples[name].mean(0), parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 CUT_AND_MIXED: dict[str, Callable[[Tensor], Tensor]] = {
