@@ -134,6 +134,7 @@ class InRunInfluence(PerSampleGradientWriter):
         self._gradient: dict[str, Tensor] = {}
         self._loss, self._taken_at = float("nan"), -1
         self._shares: list[_Share] = []  # of backward passes whose optimizer step is still to come
+        self._waits = False  # validation gradients are taken after the backward, whose graph the module holds
         self._device = "cpu"
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -263,17 +264,28 @@ class InRunInfluence(PerSampleGradientWriter):
         if self._rates is None or is_adaptive or self._backwards > 1:  # (a closure that runs again has no rows)
             return {}
         names = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        self._refresh_if_old(trainer, pl_module, trainer.global_step, names)
-        return self._gradient
+        is_new = self._refresh_if_old(trainer, pl_module, trainer.global_step, names, before_backward=True)
+        return self._gradient if is_new else {}
 
-    def _refresh_if_old(self, trainer: Trainer, pl_module: LightningModule, step: int, names: Collection[str]) -> None:
+    def _refresh_if_old(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        step: int,
+        names: Collection[str],
+        *,
+        before_backward: bool = False,
+    ) -> bool:
+        """Whether the validation gradient is new enough now; False where it has to wait for the end of the backward."""
         is_old = self._taken_at < 0 or not 0 <= step - self._taken_at < self.refresh_every_n_steps
         if is_old or not self._gradient.keys() >= set(names):  # (what began to train has none yet)
-            self._refresh(trainer, pl_module)
+            if (before_backward and self._waits) or not self._refresh(trainer, pl_module, before_backward):
+                return False
             self._taken_at = step
+        return True
 
-    def _refresh(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the mean loss of the validation samples and its gradient at the weights of now."""
+    def _refresh(self, trainer: Trainer, pl_module: LightningModule, before_backward: bool) -> bool:
+        """Take the mean loss of the validation samples and its gradient at the weights of now, if that can be now."""
         # An optimizer that is toggled off for a moment has parameters that require no gradient then.
         moved = {id(p) for each in trainer.optimizers for group in each.param_groups for p in group["params"]}
         parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad or id(p) in moved}
@@ -281,11 +293,14 @@ class InRunInfluence(PerSampleGradientWriter):
         samples, losses, left_out = 0, 0.0, 0
         options = self._capture_options()
         with (
-            second_pass(trainer, pl_module),
+            second_pass(trainer, pl_module) as state,
             requiring_gradients(pl_module, dict.fromkeys(parameters, True)),
             validating(trainer),
             _in_evaluation(pl_module),
         ):
+            self._waits |= before_backward and state.holds_graph
+            if before_backward and self._waits:  # the module would write to that graph, or free it
+                return False
             for number, given in enumerate(self.val_dataloader):
                 batch = of_user(handed_over, trainer, given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
@@ -297,6 +312,7 @@ class InRunInfluence(PerSampleGradientWriter):
                 for name, grad in gradients_of(loss, parameters).items():
                     total[name] += grad * share
                 samples, losses = samples + size, losses + float(loss.detach()) * share
+                del loss  # with its graph
         if left_out:
             self._warn(
                 f"the validation loss of {left_out} of {left_out + samples} samples is None, as where training_step "
@@ -306,6 +322,7 @@ class InRunInfluence(PerSampleGradientWriter):
             raise OptionError("val_dataloader gave no batch: pass one that can be gone through again and again")
         self._gradient = {name: each / samples for name, each in total.items()}
         self._loss = losses / samples if samples else float("nan")
+        return True
 
     def _loss_of(self, pl_module: LightningModule, batch: Any, number: int) -> Tensor | None:
         if self.val_loss is not None:

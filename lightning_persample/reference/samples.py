@@ -199,7 +199,10 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Te
         return {}
     if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
         raise UnsupportedError(NOT_REENTRANT)
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    # What a module keeps elsewhere (a derived weight in a cache) may be part of a graph that is still to go backward.
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+    )
     return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 
 

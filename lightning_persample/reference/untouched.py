@@ -71,6 +71,7 @@ class ModuleState:
         self._numpy: Any = sys.modules.get("numpy")
         package = _package_of(type(module))
         self._package = None if package in _NOT_THE_USERS else package
+        self.holds_graph = False  # whether a tensor in it is part of a graph, and is not put back
         self._seen: dict[int, Any] = {}
         self._put_back: list[Callable[[], None]] = []
         # Of each random number generator what gives its state, that at the start, and what puts it back
@@ -154,6 +155,7 @@ class ModuleState:
         expanded = tensor.layout is torch.strided and any(
             stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
         )
+        self.holds_graph |= tensor.grad_fn is not None
         if tensor.grad_fn is not None or tensor.is_inference() or expanded:
             return
         self._take_container(tensor, vars(tensor), dict)

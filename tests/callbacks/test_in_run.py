@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from contextlib import nullcontext
 
 import numpy as np
@@ -515,6 +516,51 @@ def test_the_validation_pass_changes_nothing(tmp_path):
     assert rest[:2] == others[:2]
     assert torch.equal(rest[2], others[2])
     assert rest[3:] == others[3:]
+
+
+class Holding(Net):
+    """Keeps a part of its graph until the batch ends: a derived weight, or a factor that it writes to in place."""
+
+    def __init__(self, kept, is_own=True):
+        super().__init__()
+        self.kept, self.is_own, self.of_batch = kept, is_own, {}
+
+    @property
+    def others(self):
+        return self.of_batch if self.is_own else _CACHE
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.others.clear()
+        self.others["factor"] = torch.ones(1, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        weight = torch.tanh(self.net[2].weight)
+        if self.kept == "weight":
+            weight = self.others.setdefault("weight", weight)
+        if self.kept == "factor":
+            self.others["factor"] += 0 * weight.sum()
+            weight = weight * self.others["factor"]
+        return F.cross_entropy(F.linear(self.net[:2](batch[0]), weight, self.net[2].bias), batch[1])
+
+
+_CACHE = {}
+
+
+@pytest.mark.parametrize("kept", ["weight", "factor"])
+def test_a_graph_that_the_module_holds_goes_backward_all_the_same(kept, tmp_path):
+    ends = []
+    text = "gives nothing more in this fit: .*(graph a second time|inplace operation)"
+    for callbacks in ([], [InRunInfluence(tmp_path / "ledger", VAL)]):
+        module = Holding(kept)
+        with pytest.warns() if callbacks else nullcontext() as said:
+            make_trainer(callbacks).fit(module, TRAIN)
+        ends.append(nn.utils.parameters_to_vector(module.parameters()))
+    assert any(re.search(text, str(each.message)) for each in said)
+    assert torch.equal(*ends)
+    _CACHE.clear()
+    rows = written(tmp_path / "others", Holding("weight", is_own=False))
+    expected = written(tmp_path / "expected", Holding("nothing"))
+    np.testing.assert_allclose(rows[COLUMNS], expected[COLUMNS], rtol=1e-10)
 
 
 def with_inputs(loader, change):
