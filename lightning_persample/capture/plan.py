@@ -756,8 +756,10 @@ class PlannedReport(Report):
             kept.append(tensor)
             if is_read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
                 versions.append((tensor, version_counter(tensor)))
-        saved = saved_results(output, placement.saved) if placement.saved else {}
-        self._needs = kept, versions, saved, self._product(output, call) if slots.product else []
+        product, weight = [], call.marks[slots.product[0]] if slots.product else None
+        if type(weight) is Weight and weight.derivation is not None and weight.derivation.op in OF_ROWS:
+            product = self._product(output, call)
+        self._needs = kept, versions, saved_results(output, placement.saved) if placement.saved else {}, product
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and is_own(frame.f_code.co_filename):  # as `user_place`, without a call
             frame = frame.f_back
@@ -767,10 +769,8 @@ class PlannedReport(Report):
     def _product(self, output: Tensor, call: TorchCall) -> list[tuple[Tensor, object]]:
         """Output and shift of a convolution by a weight made of a parameter's rows, and what was written to them."""
         place, *others = self._slots.product
-        weight = call.marks[place]
-        of_rows = type(weight) is Weight and weight.derivation is not None and weight.derivation.op in OF_ROWS
         # Elsewhere than on a CPU a convolution may round more than the kernels here do.
-        if not of_rows or output.dtype is not call.tensors[place].dtype or output.device.type != "cpu":
+        if output.dtype is not call.tensors[place].dtype or output.device.type != "cpu":
             return []
         return [(each.detach(), self._written(each)) for each in (output, *(call.tensors[place] for place in others))]
 
