@@ -296,13 +296,11 @@ class Lost(EntryOwners, SampleSum):
     @property
     def is_plain_sum(self) -> bool:
         """Whether it is a sum over the samples, or a part of one, and nothing further is known of it."""
-        known = (self.entries, self.totals, self.shares, self.weights, self.computed)
-        said = self.notes or self.samples or self.terms or self.listed
+        said = self.notes or self.samples or self.terms or self.listed or self.unplaced
         return (
-            self.reduced is True
-            and bool(self.parts)
-            and not (said or self.unplaced or any(x is not None for x in known))
-        )
+            self.reduced is True and bool(self.parts) and not said and self.computed is None
+            and self.entries is None and self.totals is None and self.shares is None and self.weights is None
+        )  # fmt: skip
 
     @property
     def alone(self) -> int | None:

@@ -115,7 +115,7 @@ def gradient_diversity(sq_norms: Tensor, sq_norm_of_mean: Tensor | float, batch_
 def diversity_of_sums(sum_of_sq_norms: Tensor, batch_size: Tensor | float, sq_norm_of_mean: Tensor) -> Tensor:
     """As `gradient_diversity`, from the sum of the squared norms; any shape."""
     ratio = sum_of_sq_norms / batch_size**2 / sq_norm_of_mean
-    return ratio.where(ratio.isfinite() & sq_norm_of_mean.isfinite(), math.nan)
+    return ratio.where((ratio * sq_norm_of_mean).isfinite(), math.nan)  # not of infinities, nor of a mean of 0
 
 
 def cosine_to_mean(dots: Tensor, sq_norms: Tensor, sq_norm_of_mean: Tensor | float) -> Tensor:
