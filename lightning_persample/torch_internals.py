@@ -280,7 +280,7 @@ def calls_run_as_written() -> bool:
     # Other function modes may change what the call gives, transforms and forward differentiation have rules of their
     # own, and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
     return (
-        all(type(mode) is DeviceContext for mode in function_modes())
+        (not count_function_modes() or all(type(mode) is DeviceContext for mode in function_modes()))
         and innermost_transform() is None
         and forward_ad._current_level < 0
         and not _saved_tensors_are_hooked()

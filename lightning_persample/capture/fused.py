@@ -41,7 +41,8 @@ class FusedCall:
     def put(self, grad: Tensor | None, sums: Iterable[tuple[Weight, Tensor]]) -> None:
         """Take the sums that were formed of this gradient of the output."""
         if grad is not None:
-            self._sums = grad, version_counter(grad), {self.names[weight]: total for weight, total in sums}
+            by_name = {self.names[weight]: total.to(grad.dtype) for weight, total in sums}
+            self._sums = grad, version_counter(grad), by_name
 
     def take(self, grad: Tensor) -> dict[str, Tensor]:
         """The sums by argument; none where a hook of the user's has changed the gradient since."""
@@ -67,12 +68,10 @@ class FusedForm(ABC):
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, FusedCall]:
         """Make a call."""
-        call = FusedCall(self)
-        x, weight, bias = (None if place is None else tensors[place] for place in self._places)
+        call, (of_x, of_weight, of_bias) = FusedCall(self), self._places
+        x, weight, bias = tensors[of_x], tensors[of_weight], None if of_bias is None else tensors[of_bias]
         if self._dtype is not None:  # as autocast would have them, with a history of their own
-            x, weight, bias = (None if each is None else each.to(self._dtype) for each in (x, weight, bias))
-        assert x is not None
-        assert weight is not None
+            x, weight, bias = x.to(self._dtype), weight.to(self._dtype), None if bias is None else bias.to(self._dtype)
         return self.call(call, x, weight, bias), call
 
     @abstractmethod
@@ -140,7 +139,7 @@ class _Convolution(FusedForm):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.call, ctx.dtypes = call, [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
+        ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call.form.kept(x, weight))
         with without_autocast(x.device.type):  # (what it would cast has been cast)
@@ -151,14 +150,11 @@ class _Fused(torch.autograd.Function):
         if grad is None:  # as autograd does: what is not used gets no gradient, rather than zeros
             return None, None, None, None
         x, weight = ctx.saved_tensors
-        sums, wanted = ctx.call.take(grad), ctx.needs_input_grad[1:]
-        missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
         with without_torch_function():
+            sums, wanted = ctx.call.take(grad), ctx.needs_input_grad[1:]
+            missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
             plain = ctx.call.form.backward(grad, x, weight, missing)
-        found = (plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2]))
-        return None, *(
-            None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
-        )
+        return None, plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2])
 
 
 def fused_form(
