@@ -477,7 +477,8 @@ class Capture:
         if self._why_at_fault():
             record, self._has_said_fault = self._without_values(), True
         self._forget()
-        self._forget_loss()
+        if self._loss_is_known:
+            self._forget_loss()
         if record is not None:
             self.records.append(record)
             say(record, self._unsupported)
