@@ -266,7 +266,8 @@ def fourier_gradients(rows: Rows) -> tuple[Tensor, Tensor]:
         kept(_transform, geometry, size, rows.out_size, part, dtype, device) for part in range(3)
     )
     grads, inputs = rows.grad_out.reshape(b * k * outputs, -1), inputs.reshape(b * k * geometry.groups, -1)
-    norms = [torch.linalg.vector_norm(each.view(b, k, -1, each.shape[1]), dim=(1, 3)) for each in (grads, inputs)]
+    counted = (grads, outputs), (inputs, geometry.groups)
+    norms = [torch.linalg.vector_norm(each.view(b, k, n, each.shape[1]), dim=(1, 3)) for each, n in counted]
     scale = sq_sum(norms[0].view(b, geometry.groups, -1) * norms[1].unsqueeze(2))
     transformed = (grads @ of_output).view(b, k, geometry.groups, outputs // geometry.groups, -1)
     transformed *= (inputs @ of_input).view(b, k, geometry.groups, 1, -1)

@@ -44,6 +44,9 @@ ODD = {
     "odd-groups-even-kernel-rows": Convolution(
         (6, 7), (4, 2), (1, 2), ((1, 2), NO_PAD), (1, 1), groups=3, channels=(9, 15), rows=2
     ),
+    "depthwise-of-padding-alone": Convolution(
+        (1, 3), (1, 3), (3, 3), (SAME, (1, 2)), (1, 1), groups=3, channels=(3, 3)
+    ),
     "1d-one-channel-rows": Convolution((8,), (3,), (2,), (SAME,), (2,), channels=(1, 5), rows=4),
     "3d-one-channel": Convolution((3, 4, 3), (2, 2, 2), (1, 2, 1), (SAME, NO_PAD, SAME), (2, 1, 1), channels=(1, 2)),
 }
