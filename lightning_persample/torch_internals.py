@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ __all__ = [
     "local_part",
     "make_subclass",
     "name_of_custom_op",
+    "number_of_node",
     "parameters_and_buffers",
     "pin_memory",
     "pop_function_mode",
@@ -133,6 +134,7 @@ TensorBase = torch._C.TensorBase  # the class that Tensor derives its attributes
 make_subclass = torch.Tensor._make_subclass
 version_counter: Callable[[Tensor], int] = attrgetter("_version")  # how often its memory was written to
 version_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter  # at its end, this number is as at its start
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # nodes of a thread are counted as they are made
 view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that one is a view of, or None
 is_view = Tensor._is_view
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes: hooks on a tensor by number, or None

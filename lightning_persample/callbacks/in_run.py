@@ -301,6 +301,7 @@ class InRunInfluence(PerSampleGradientWriter):
             self._waits |= before_backward and state.holds_graph
             if before_backward and self._waits:  # the module would write to that graph, or free it
                 return False
+            first = torch.zeros((), requires_grad=True).clone()  # of the graphs made here; a cache may hold others
             for number, given in enumerate(self.val_dataloader):
                 batch = of_user(handed_over, trainer, given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
@@ -309,7 +310,7 @@ class InRunInfluence(PerSampleGradientWriter):
                     left_out += size
                     continue
                 share = 1 if options["loss_reduction"] == "sum" else size
-                for name, grad in gradients_of(loss, parameters).items():
+                for name, grad in gradients_of(loss, parameters, first).items():
                     total[name] += grad * share
                 samples, losses = samples + size, losses + float(loss.detach()) * share
                 del loss  # with its graph

@@ -23,8 +23,9 @@ from lightning_persample.batch_axis.batch import (
     mark_samples,
     with_kinds_of,
 )
-from lightning_persample.capture.graph import REENTRANT, node_below
+from lightning_persample.capture.graph import REENTRANT, node_below, nodes_below
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.torch_internals import number_of_node
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
 
@@ -193,15 +194,17 @@ def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
     return loss.reshape(())
 
 
-def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor], first: Tensor | None = None) -> dict[str, Tensor]:
     """The gradients of a loss by name, of those parameters that it depends on; each (*shape), dense."""
+    # A graph that goes on below what was made before the tensor `first` is left to who made that.
     if not loss.requires_grad:
         return {}
     if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
         raise UnsupportedError(NOT_REENTRANT)
-    # What a module keeps elsewhere (a derived weight in a cache) may be part of a graph that is still to go backward.
+    start = 0 if first is None else number_of_node(first.grad_fn)
+    retains = start > 0 and any(number_of_node(node) < start for node in nodes_below([loss]))
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+        loss, list(parameters.values()), retain_graph=retains, allow_unused=True
     )
     return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 

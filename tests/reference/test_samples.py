@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.reference.samples import Samples, own_loss, tensors_of, with_tensors
+from lightning_persample.reference.samples import Samples, gradients_of, own_loss, tensors_of, with_tensors
 
 
 class Pair(NamedTuple):
@@ -180,3 +180,16 @@ def test_a_list_of_samples_of_which_one_has_as_many_rows_as_there_are_samples() 
     for place, sample in enumerate(batch):
         (taken,) = Samples(batch, 4).take(place, place + 1)
         assert torch.equal(taken, sample)
+
+
+def test_only_a_graph_that_was_there_before_is_kept() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    older = weight.exp()
+    first = weight.clone()
+    newer = weight.exp()
+    for kept in (older, newer):
+        gradient = gradients_of((2 * kept).sum(), {"weight": weight}, first)["weight"]
+        torch.testing.assert_close(gradient, 2 * kept)
+    older.sum().backward()
+    with pytest.raises(RuntimeError, match="graph a second time"):
+        newer.sum().backward()
