@@ -294,9 +294,14 @@ class _Number:
 
     def _is_separable(self, splits: int | None) -> bool:
         """Whether the gradient of each sample stays as it is whatever the others hold; all `splits` show any pair."""
-        place = torch.randperm(self.batch_size, generator=self._random)
-        for bit in range((self.batch_size - 1).bit_length())[:splits]:  # each pair of samples is on two sides once
-            moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] & (owner >= 0) for owner in self.owners]
+        # Of each two samples, either is once moved alone: autograd's gradients need not be those of one function, so
+        # that the gradient of one may depend on the other alone.
+        size = next(size for size in count(2) if math.comb(size, size // 2) >= self.batch_size)
+        codes = torch.combinations(torch.arange(size), size // 2)
+        codes = codes[torch.randperm(len(codes), generator=self._random)[: self.batch_size]]
+        for split in range(size)[:splits]:
+            is_moved = (codes == split).any(1)
+            moves = [is_moved.to(owner.device)[owner] & (owner >= 0) for owner in self.owners]
             drawn = [self._drawn(each) for each in self.values]
             larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
             away = [3 * each.abs().max() * (0.5 + r) for each, r in zip(self.values, drawn, strict=True)]

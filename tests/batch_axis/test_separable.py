@@ -408,3 +408,14 @@ def test_a_function_of_the_users_that_counts_its_calls_runs_as_often_as_without(
         counts.append(len(calls))
     assert torch.equal(values[0], values[1])
     assert counts[0] == counts[1] == 1
+
+
+@pytest.mark.parametrize("size", range(3, 11))
+def test_a_gradient_that_depends_on_another_sample_in_one_direction_alone_is_named(size: int) -> None:
+    rows = torch.arange(size).clamp(max=size - 2)  # torch gives the overwritten row the gradient of the other
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.zeros(size, 3).index_copy(0, rows, m(x)).square().mean()
+
+    record = record_of(nn.Linear(4, 3), loss, torch.randn(size, 4))
+    assert any("`index_copy` takes places along the batch axis" in text for text in record.axis_lost)
