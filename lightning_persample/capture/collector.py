@@ -270,6 +270,11 @@ class Notes:
         """All texts on calls, whatever a backward goes through."""
         return tuple(self._texts[kind])
 
+    def mixing_of(self, texts: Iterable[str]) -> str | None:
+        """The first of these texts that the present backward has gone through already; None where there is none."""
+        seen = self._reached - self.excused
+        return next((text for text in texts if ("mixing", text) in seen), None)
+
     def reached(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """By kind the texts on calls that the present backward has gone through, in order, and those on its loss."""
         for ask, of in self._later.items():
@@ -394,6 +399,8 @@ class Collector:
         self.fault = ""
         # of memory that was written to in place, by where it begins: how often by then, in which call and where
         self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
+        # of calls that add a term of no sample, by node: why samples mix in the calls that go on with the result
+        self.terms: dict[Node, dict[str, None]] = {}
         self.noted: dict[tuple[str, str], set[Node]] = {}  # the nodes of what notes hold of, by their kind and text
         self.excuses: dict[tuple[str, str], set[Node]] = {}  # the nodes below which they do not hold
         # of squared norms, until the backward has ended; None where they are corrected at once

@@ -56,7 +56,16 @@ from lightning_persample.capture.collector import Collector, Means, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_form
-from lightning_persample.capture.graph import REENTRANT, Takers, boundary, on_arrival, on_gradient, reaches, unseen_text
+from lightning_persample.capture.graph import (
+    REENTRANT,
+    Takers,
+    boundary,
+    nodes_below,
+    on_arrival,
+    on_gradient,
+    reaches,
+    unseen_text,
+)
 from lightning_persample.capture.observing import Answer, ObservingMode, decomposed
 from lightning_persample.capture.plan import (
     PLANS,
@@ -721,6 +730,9 @@ class Dispatcher(Collector):
         self.notes.axis_lost |= {mark.reason for mark in marks if isinstance(mark, Lost) and not mark.of_others}
         if followed.mixing is not None and not alone:
             self.notes.add("mixing", followed.mixing, call.outputs)
+            for node in nodes_below(tensor for tensor, _ in call.lost) if self.terms else ():
+                if node in self.terms:
+                    self.terms[node].setdefault(followed.mixing)
         if followed.weighting is not None and not alone:
             self.notes.add("weighting", followed.weighting, call.outputs)
         if followed.padding is not None:
@@ -752,7 +764,7 @@ class Dispatcher(Collector):
         if involved and adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
             refuse_where_used(call.outputs, outside, f"{call.describe()}: {self.outside()}", self)
-            note_term(call.outputs, frozenset().union(*(weight.names for weight in involved.values())), self)
+            note_term(call, involved.values(), self)
         elif involved:
             self._register(use, involved)
             remember(call, followed, use)
@@ -807,6 +819,7 @@ class Dispatcher(Collector):
         self.nodes.clear()
         self.writes.clear()
         self.noted.clear()
+        self.terms.clear()
         self.excuses.clear()
         self.others = {}  # (who answers them holds this one)
         self.last = None

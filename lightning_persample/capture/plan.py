@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -959,9 +959,20 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
     _once_reached(outputs, partial(collector.refuse, weights, reason), collector)
 
 
-def note_term(outputs: Iterable[Tensor], names: frozenset[str], collector: Collector) -> None:
-    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it."""
-    _once_reached(outputs, partial(collector.penalized.update, names), collector)
+def note_term(call: ObservedCall, weights: Collection[Weight], collector: Collector) -> None:
+    """Note, once a gradient reaches a call that adds a term of no sample, whose it is; where samples mix, refuse it."""
+    names, text = frozenset[str]().union(*(weight.names for weight in weights)), call.describe()
+    mixings: dict[str, None] = {}
+    collector.terms.update({output.grad_fn: mixings for output in call.outputs if output.grad_fn is not None})
+
+    def act() -> None:
+        mixing = collector.notes.mixing_of(mixings)
+        if mixing is None:
+            collector.penalized.update(names)
+        else:
+            collector.refuse(list(weights), f"{text}: {mixing}")
+
+    _once_reached(call.outputs, act, collector)
 
 
 def _once_reached(outputs: Iterable[Tensor], act: Callable[[], None], collector: Collector) -> None:

@@ -462,6 +462,33 @@ def test_losses_weighed_by_their_uncertainty_have_a_penalty_of_no_sample(name: s
     assert_values(record, loop(module, without_it, batch))
 
 
+BENT: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "square": lambda m, x: (m(x).mean(0)[:2] + m.s).square().sum(),
+    "exp": lambda m, x: (m(x).square().mean() + m.s.sum()).exp(),
+    "mul": lambda m, x: (m(x).square().mean() + m.s.sum()) * m(x).mean(),
+    "logsumexp": lambda m, x: (two_losses(m, x) * m.s.exp() + m.s).logsumexp(0),
+    "cross_entropy_loss": lambda m, x: F.cross_entropy((m(x).mean(0)[:2] + m.s)[None], torch.tensor([1])),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_term_of_no_sample_in_a_number_that_mixes_them_is_no_penalty(name: str) -> None:
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), s=nn.Parameter(torch.tensor([0.3, -0.2])))
+    record = record_of(module, BENT[name], vectors())
+    assert (list(record.unsupported), record.unused) == (["s"], ())
+    assert re.search(rf"`add` on .*: `{name}` of a value computed over the whole batch", record.unsupported["s"])
+
+
+def test_a_term_of_no_sample_beside_a_loss_that_mixes_them_is_a_penalty() -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().mean() + m.s.square().sum() + m(x).exp().mean().sqrt()
+
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), s=nn.Parameter(torch.tensor([0.3, -0.2])))
+    record = record_of(module, loss, vectors())
+    assert (record.unsupported, record.unused) == ({}, ("s",))
+    assert any("`sqrt` of a value computed over the whole batch" in text for text in record.mixing)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
 def test_a_bias_added_to_a_number_of_one_sample_is_no_penalty(shape: tuple[int, ...]) -> None:
     module = Model(lambda m, x: x, w=nn.Parameter(torch.randn(6)), bias=nn.Parameter(torch.randn(shape)))
