@@ -18,7 +18,7 @@ from torch import nn
 import lightning_persample
 from lightning_persample import Outer, PerSampleGradientMonitor
 from lightning_persample.callbacks import second_pass
-from lightning_persample.capture import collector, plan
+from lightning_persample.capture import collector
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
@@ -175,7 +175,6 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
         rule_of_linear(out_of_memory)
     elif where == "sq_norm":
         monkeypatch.setattr(collector, "sq_norms", out_of_memory)
-        monkeypatch.setattr(plan, "sq_norms", out_of_memory)
     else:
         monkeypatch.setattr(Outer, where, out_of_memory)
     recorder = Recorder(1, quantities=BOTH if where == "dense" else ("sq_norm",))
