@@ -136,7 +136,7 @@ def listed(call: ObservedCall) -> Followed:
     """Places of true entries or the numbers that occur, over the whole batch: data along no axis of it."""
     reason = reason_of(call, "gives positions or numbers across the batch")
     integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
-    return Followed(tuple(Lost(reason, listed=each) for each in integers))
+    return Followed(tuple(Lost(reason, listed=each, crossed=bool(call.mixing)) for each in integers))
 
 
 def beside_lost(call: ObservedCall) -> Followed:

@@ -268,6 +268,7 @@ def _follow_write(call: ObservedCall) -> Followed:
     own = masked if where is None else where
     is_own = not any(marks) or (masked is not None and isinstance(own, BatchAxis) and masked.same_place(own))
     if isinstance(own, BatchAxis) and incoming is None and (is_own or call.batch_size == 1):
+        own = own.mixed(_mixing_of_places(call, target, index))
         return keep(call, own, partial(_along_target, target, items, own))
     found = None if where is not None or any(marks) else _laid_whole(target, items, value, incoming)
     if found is not None:
@@ -280,6 +281,17 @@ def _follow_write(call: ObservedCall) -> Followed:
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes into places that depend on the batch", mixes=None)
     return lost(call, "writes samples into places of other samples", mixes=None)
+
+
+def _mixing_of_places(call: ObservedCall, target: Tensor, index: Any) -> str | None:
+    """Why numbers of other samples say where is written in the rows of a sample; None where they do not."""
+    for item in index if isinstance(index, (tuple, list)) else (index,):
+        mark = call.axis_of(item) if call.batch_size > 1 else None
+        if isinstance(mark, BatchAxis) and mark.mixing:
+            return mark.mixing
+        if isinstance(mark, Lost) and (mark.crossed or not mark.listed) and target.requires_grad:
+            return f"`{call.name}` writes where a value computed over the whole batch says{user_line()}"
+    return None
 
 
 def written_entries(call: ObservedCall) -> Followed | None:
@@ -335,7 +347,7 @@ def _by_entries(
     if isinstance(where, BatchAxis):  # (a constant in the row of a sample is the sample's)
         after = torch.where(after < 0, before, after)
         if torch.equal(after, before):
-            kept = where.mixed(call.mixing)
+            kept = where.mixed(_mixing_of_places(call, target, items) or call.mixing)
             return keep(call, kept, partial(_along_target, target, items, kept))
     for dim in range(target.dim()):
         rows = after.movedim(dim, 0).reshape(after.size(dim), -1)

@@ -815,3 +815,36 @@ def test_a_value_of_the_whole_batch_is_said_also_where_samples_are_taken_one_by_
     record = record_of(nn.Linear(6, 4), lambda m, x: TAKEN_ONE_BY_ONE[name](centred(m(x))), vectors())
     (text,) = (*record.mixing, *record.weighting)
     assert re.match(r"`(sub|gt)` combines samples with a value computed over the whole batch at test_mixing\.py", text)
+
+
+def rows_cleared(z: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    z = z * 1
+    z[index] = 0.0
+    return z
+
+
+CLEARED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]] = {
+    "rows-above-the-mean": (lambda z, x: z[:, 0] > z[:, 0].mean(), True),
+    "rows-of-data-above-the-mean": (lambda z, x: x[:, 0] > x[:, 0].mean(), True),
+    "entries-above-the-mean": (lambda z, x: z > z.mean(), True),
+    "largest-row": (lambda z, x: z[:, 0].argmax(), True),
+    "largest-row-of-data": (lambda z, x: x[:, 0].argmax(), True),
+    "places-above-the-mean": (lambda z, x: (z[:, 0] > z[:, 0].mean()).nonzero().flatten(), True),
+    "rows-above-a-bound": (lambda z, x: z[:, 0] > 0.1, False),
+    "entries-above-a-bound": (lambda z, x: z > 0.1, False),
+    "places-above-a-bound": (lambda z, x: (x[:, 0] > 0.1).nonzero().flatten(), False),
+    "by-chance": (lambda z, x: torch.rand(len(z)) > 0.5, False),
+}
+
+
+@pytest.mark.parametrize("name", CLEARED)
+def test_rows_that_numbers_of_other_samples_clear_are_said(name: str) -> None:
+    index, by_others = CLEARED[name]
+    module = nn.Linear(6, B)
+    loss = lambda m, x: (lambda z: rows_cleared(z, index(z, x)).square().sum(1).mean())(m(x))  # noqa: E731
+    record = record_of(module, loss, vectors())
+    texts = ("combines samples with a value computed over the whole batch", "writes where a value computed over the")
+    assert any(text in entry for text in texts for entry in record.weighting) == by_others
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+    for parameter, p in module.named_parameters():
+        torch.testing.assert_close(record.grad_samples[parameter].mean(0), p.grad, rtol=1e-10, atol=1e-12)
