@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import lru_cache
+from itertools import combinations, count
 from typing import Any
 
 import torch
@@ -218,6 +219,14 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
     return Followed((replace(of, parts=parts, shares=None, weights=None),), by_values=True)
 
 
+@lru_cache(maxsize=4)
+def _codes(least: int) -> Tensor:
+    """As many different codes at least, (codes, length), of equally many true entries: either of two has one alone."""
+    length = next(length for length in count(2) if math.comb(length, length // 2) >= least)
+    places = torch.tensor([*combinations(range(length), length // 2)], device="cpu")
+    return torch.zeros(len(places), length, dtype=torch.bool, device="cpu").scatter_(1, places, True)
+
+
 class _Number:
     """A number that was computed from tensors that hold the samples, and its gradient by them."""
 
@@ -296,11 +305,9 @@ class _Number:
         """Whether the gradient of each sample stays as it is whatever the others hold; all `splits` show any pair."""
         # Of each two samples, either is once moved alone: autograd's gradients need not be those of one function, so
         # that the gradient of one may depend on the other alone.
-        size = next(size for size in count(2) if math.comb(size, size // 2) >= self.batch_size)
-        codes = torch.combinations(torch.arange(size), size // 2)
+        codes = _codes(self.batch_size)
         codes = codes[torch.randperm(len(codes), generator=self._random)[: self.batch_size]]
-        for split in range(size)[:splits]:
-            is_moved = (codes == split).any(1)
+        for is_moved in codes.T[:splits]:
             moves = [is_moved.to(owner.device)[owner] & (owner >= 0) for owner in self.owners]
             drawn = [self._drawn(each) for each in self.values]
             larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
