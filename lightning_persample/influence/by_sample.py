@@ -87,15 +87,21 @@ class SampleTable:
             return index - first
         order = np.argsort(index)
         ordered = index[order]  # a search for these is far faster
-        distinct = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+        is_first = np.append(True, ordered[1:] != ordered[:-1])
+        distinct = ordered[is_first]
         at = np.searchsorted(self._index, distinct)
         is_new = (at == len(self)) | (np.append(self._index, 0)[at] != distinct)
         if is_new.any():
+            at += np.cumsum(is_new) - is_new  # each new one moves those behind it
+            was_there = np.ones(len(self) + np.count_nonzero(is_new), np.bool_)
+            was_there[at[is_new]] = False
             for name, column in self.columns.items():
-                self.columns[name] = np.insert(column, at[is_new], 0)
-            self._index = np.insert(self._index, at[is_new], distinct[is_new])
+                self.columns[name] = np.zeros(len(was_there), column.dtype)
+                self.columns[name][was_there] = column
+            previous, self._index = self._index, np.empty(len(was_there), np.int64)
+            self._index[was_there], self._index[at] = previous, distinct
         places = np.empty_like(index)
-        places[order] = np.searchsorted(self._index, ordered)
+        places[order] = at[np.cumsum(is_first) - 1]
         return places
 
     def _numbers(self, keys: NDArray[np.int64] | Sequence[Any]) -> NDArray[np.int64]:

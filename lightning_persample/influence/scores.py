@@ -531,7 +531,7 @@ class LedgerSums:
         is_int = arrow().types.is_integer(keys.type)
         index = _as_numpy(keys.cast("int64")) if is_int else keys.to_pylist()
         self._waiting.append((index, self._number(numbers)))
-        if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 8):
+        if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 2):
             self._settle()
 
     def _settle(self) -> None:
