@@ -1,6 +1,9 @@
-"""Every error and warning this package raises."""
+"""Every error and warning this package raises, and how the user's own code is called, whose errors are the user's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 
 class PerSampleError(RuntimeError):
@@ -29,3 +32,25 @@ class VerificationError(PerSampleError):
 
 class PerSampleWarning(UserWarning):
     """Something about the reported values that a user must know: a missing parameter, a layer that mixes samples."""
+
+
+def is_of_package(function: object) -> bool:
+    """Whether a function is one of this package; one made by `exec` may have no module."""
+    return (getattr(function, "__module__", None) or "").startswith("lightning_persample.")
+
+
+def of_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a user may have written: what it raises is the user's, unless it is of this package after all."""
+    return function(*args, **kwargs) if is_of_package(function) else call_of_user(function, args, kwargs)
+
+
+def call_of_user(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The frame by which a traceback says that an error is the user's."""
+    return function(*args, **kwargs)
+
+
+def each_of_user(items: Iterable[Any]) -> Iterator[Any]:
+    """Go through what a user may have written."""
+    iterator, end = of_user(iter, items), object()
+    while (item := of_user(next, iterator, end)) is not end:
+        yield item

@@ -26,9 +26,9 @@ from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
-from lightning_persample.capture.failure import guard, of_user
+from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
-from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.errors import OptionError, UnsupportedError, each_of_user, of_user
 from lightning_persample.gradients.norms import as_real
 from lightning_persample.options import CaptureOptions, check_option, is_int
 from lightning_persample.reference.samples import gradients_of, loss_of
@@ -302,8 +302,8 @@ class InRunInfluence(PerSampleGradientWriter):
             if before_backward and self._waits:  # the module would write to that graph, or free it
                 return False
             first = torch.zeros((), requires_grad=True).clone()  # of the graphs made here; a cache may hold others
-            for number, given in enumerate(self.val_dataloader):
-                batch = of_user(handed_over, trainer, given)
+            for number, given in enumerate(each_of_user(self.val_dataloader)):
+                batch = handed_over(trainer, given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
                 loss = self._loss_of(pl_module, batch, number)
                 if loss is None:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_persample.capture.failure import once
 from lightning_persample.capture.parameters import sharded_elsewhere
 from lightning_persample.capture.record import listed
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, of_user
 from lightning_persample.torch_internals import has_compiled_part
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -106,8 +106,9 @@ def loss_scale(trainer: Trainer, size: int) -> float:
 
 def handed_over(trainer: Trainer, batch: Any) -> Any:
     """A batch of a data loader as a step of the module gets it: in the Trainer's precision, through the batch hooks."""
-    batch = trainer.lightning_module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
-    return trainer.strategy.batch_to_device(batch)
+    batch = of_user(trainer.precision_plugin.convert_input, batch)
+    batch = of_user(trainer.lightning_module._on_before_batch_transfer, batch)
+    return of_user(trainer.strategy.batch_to_device, batch)
 
 
 @contextmanager

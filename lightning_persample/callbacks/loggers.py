@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_persample.callbacks.lightning_internals import is_a, prefix_of
-from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
+from lightning_persample.errors import of_user
 from lightning_persample.influence.pictures import montage
 
 _SAID: set[str] = set()

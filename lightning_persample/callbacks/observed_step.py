@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_persample.capture.failure import FAULT, fault_of, of_user, stop
+from lightning_persample.capture.failure import FAULT, fault_of, stop
 from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.capture.record import ROWS_MADE, PerSampleRecord, warn_user, warning_texts
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.options import CaptureOptions
 
 

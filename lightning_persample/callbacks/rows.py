@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
-from lightning_persample.capture.failure import guard, of_user
+from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, listed
-from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.errors import OptionError, PerSampleError, of_user
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of

@@ -38,9 +38,9 @@ from lightning_persample.callbacks.tagged_loader import (
     note_failures,
     why_no_keys,
 )
-from lightning_persample.capture.failure import guard, of_user
+from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
-from lightning_persample.errors import BatchSizeError, OptionError
+from lightning_persample.errors import BatchSizeError, OptionError, of_user
 from lightning_persample.torch_internals import tree_unflatten
 
 PASS_INDEX = "pass sample_index=<function of the batch that returns the index of each sample>"

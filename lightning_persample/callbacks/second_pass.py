@@ -24,7 +24,7 @@ from lightning_persample.capture.observing import without_compilation
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord, warn_user
 from lightning_persample.capture.values import samples_with_values
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, VerificationError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, VerificationError, of_user
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 from lightning_persample.options import QUANTITIES, CaptureOptions
@@ -330,7 +330,7 @@ class SecondEngine:
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
         batch = samples.take(0, size)
         with second_pass(self._trainer, self._module), torch.no_grad():
-            weights: Any = self._weighting(_outputs_of(training_step, batch), batch)
+            weights: Any = of_user(self._weighting, _outputs_of(training_step, batch), batch)
         if not isinstance(weights, Tensor) or weights.shape != (size,):
             must = f"it must return a tensor of shape ({size},)"
             raise OptionError(f"loss_reduction returned {described(weights)}, but {must}")

@@ -57,11 +57,11 @@ from lightning_persample.callbacks.second_pass import (
     verify_values,
     why_no_record,
 )
-from lightning_persample.capture.failure import Once, fault_of, guard, of_user, run_all
+from lightning_persample.capture.failure import Once, fault_of, guard, run_all
 from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
-from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.options import CAPTURE_DEFAULTS
 from lightning_persample.reference.samples import Samples, loss_of
 

@@ -25,6 +25,8 @@ from lightning_persample.errors import (
     PerSampleWarning,
     UnsupportedError,
     VerificationError,
+    call_of_user,
+    is_of_package,
 )
 from lightning_persample.gradients.cost import halved_memory_budget
 
@@ -104,25 +106,11 @@ class Once:
         """Run it."""
         self.has_run = True
         try:
-            self.result = _users(self.function, args, kwargs)
+            self.result = call_of_user(self.function, args, kwargs)
         except BaseException as error:
             self.error = error
             raise
         return self.result
-
-
-def is_of_package(function: object) -> bool:
-    """Whether a function is one of this package; one made by `exec` may have no module."""
-    return (getattr(function, "__module__", None) or "").startswith("lightning_persample.")
-
-
-def of_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what a user may have written: what it raises is the user's, unless it is of this package after all."""
-    return function(*args, **kwargs) if is_of_package(function) else _users(function, args, kwargs)
-
-
-def _users(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def stop(error: Exception) -> NoReturn:
@@ -142,7 +130,7 @@ def _passes(error: Exception) -> bool:
     return False
 
 
-_PASSING = (_users.__code__, stop.__code__)
+_PASSING = (call_of_user.__code__, stop.__code__)
 
 
 def run_all(*steps: Callable[[], object]) -> None:

@@ -44,7 +44,7 @@ from lightning_persample.capture.contributions import (
     not_tensors,
     placement_of,
 )
-from lightning_persample.capture.failure import attempt, guard, in_smaller_chunks, is_of_package, raise_again
+from lightning_persample.capture.failure import attempt, guard, in_smaller_chunks, raise_again
 from lightning_persample.capture.fused import FusedCall, FusedForm
 from lightning_persample.capture.graph import (
     boundary,
@@ -63,7 +63,7 @@ from lightning_persample.capture.weight import (
     Weight,
     in_one_row,
 )
-from lightning_persample.errors import UnsupportedError
+from lightning_persample.errors import UnsupportedError, is_of_package
 from lightning_persample.gradients import kernel_options, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
 from lightning_persample.gradients.patches import row_dots_of_output

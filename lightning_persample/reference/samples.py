@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from lightning_persample.batch_axis.batch import (
     with_kinds_of,
 )
 from lightning_persample.capture.graph import REENTRANT, node_below, nodes_below
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.torch_internals import number_of_node
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
@@ -201,12 +202,32 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor], first: Tensor |
         return {}
     if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
         raise UnsupportedError(NOT_REENTRANT)
-    start = 0 if first is None else number_of_node(first.grad_fn)
-    retains = start > 0 and any(number_of_node(node) < start for node in nodes_below([loss]))
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-        loss, list(parameters.values()), retain_graph=retains, allow_unused=True
-    )
+    differentiate = partial(torch.autograd.grad, loss, list(parameters.values()), allow_unused=True)
+    grads: tuple[Tensor | None, ...]
+    if first is None:
+        grads = differentiate()
+    else:
+        grads = _beside_other_graphs(differentiate, loss, parameters, number_of_node(first.grad_fn))
     return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+
+
+def _beside_other_graphs(
+    differentiate: Callable[..., Any], loss: Tensor, parameters: Mapping[str, Tensor], start: int
+) -> Any:
+    """What `differentiate` gives, which frees no node that was made before the one with this number."""
+    earlier = [node for node in nodes_below([loss]) if number_of_node(node) < start]
+    try:
+        return of_user(differentiate, retain_graph=bool(earlier))
+    except RuntimeError as error:
+        if not earlier:
+            raise
+        leaves = {id(getattr(leaf, "variable", None)) for node in earlier for leaf, _ in node.next_functions}
+        named = ", ".join(f"`{name}`" for name, parameter in parameters.items() if id(parameter) in leaves)
+        raise UnsupportedError(
+            f"the loss goes back into a graph that was made before, from {named or 'other tensors'} (a derived weight "
+            "that the module keeps, say), and cannot go backward through it: compute that again in each forward pass, "
+            f"or let val_loss drop it first. torch says: {next(iter(str(error).splitlines()), '')}"
+        ) from error
 
 
 def _rebuilt(

@@ -549,7 +549,10 @@ _CACHE = {}
 @pytest.mark.parametrize("kept", ["weight", "factor"])
 def test_a_graph_that_the_module_holds_goes_backward_all_the_same(kept, tmp_path):
     ends = []
-    text = "gives nothing more in this fit: .*(graph a second time|inplace operation)"
+    text = (
+        r"gives nothing more in this fit: the loss goes back into a graph that was made before, from `net.2.weight` "
+        r"\(a derived weight .* compute that again in each forward pass, .*(graph a second time|inplace operation)"
+    )
     for callbacks in ([], [InRunInfluence(tmp_path / "ledger", VAL)]):
         module = Holding(kept)
         with pytest.warns() if callbacks else nullcontext() as said:

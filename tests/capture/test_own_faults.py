@@ -375,7 +375,7 @@ def sweep(options: dict[str, Any], every: int, calls: int | None) -> None:
     codes = [
         (code, count)
         for code, count in called(lambda: larger_step(options)).items()
-        if name_of(code) not in left_out and not name_of(code).startswith(("capture.failure.", "options."))
+        if name_of(code) not in left_out and not name_of(code).startswith(("capture.failure.", "errors.", "options."))
     ]
     assert len(codes) > 200
     wrong = {}
