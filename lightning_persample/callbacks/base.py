@@ -13,9 +13,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_persample.callbacks.lightning_internals import logging_step
-from lightning_persample.callbacks.sample_index import BatchIndices
+from lightning_persample.callbacks.sample_index import BatchIndices, TrainingView
 from lightning_persample.callbacks.session import SharedCapture, is_logging_step, shared_capture
-from lightning_persample.callbacks.tagged_loader import TrainingView
 from lightning_persample.capture.failure import fault_of, guard, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import is_of_package

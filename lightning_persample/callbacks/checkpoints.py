@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of
+from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of, replaced
 from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.less import adam_direction
@@ -169,14 +169,9 @@ def _configured(module: LightningModule, trainer: Trainer, requires_grad: Mappin
             "torch.optim.Adam(module.named_parameters())"
         )
 
-    loop: Any = trainer.fit_loop
-    loop.setup_data = refuse  # without data it would give a number of -1 steps
-    try:
-        with requiring_gradients(module, requires_grad):
-            configured: Any = module.configure_optimizers()
-    finally:
-        del loop.setup_data
-    return optimizers_of(configured)
+    # without data it would give a number of -1 steps
+    with replaced(vars(trainer.fit_loop), {"setup_data": refuse}), requiring_gradients(module, requires_grad):
+        return optimizers_of(module.configure_optimizers())
 
 
 def _names_of_module(names: Sequence[str], module: nn.Module) -> list[str]:

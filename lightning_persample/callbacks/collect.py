@@ -7,7 +7,7 @@ import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch import __version__ as torch_version
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
@@ -37,13 +36,21 @@ from lightning_persample.callbacks.lightning_internals import (
     is_lightning_module,
     lightning_module_for,
     loss_scale,
+    outputs_of,
     quiet_trainer,
 )
 from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.rows import layout_of, opened, values_of
-from lightning_persample.callbacks.sample_index import PASS_INDEX, checked_index
+from lightning_persample.callbacks.sample_index import (
+    PASS_INDEX,
+    Column,
+    RowOrder,
+    TaggedLoader,
+    checked_index,
+    last_drawn,
+    why_no_keys,
+)
 from lightning_persample.callbacks.second_pass import muted
-from lightning_persample.callbacks.tagged_loader import Column, RowOrder, TaggedLoader, last_drawn, why_no_keys
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
@@ -280,48 +287,33 @@ class Passing(_Base):
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):
             return 0
-        with torch.enable_grad(), muted(self.module), self._observed(fetched, view, wanted, size) as (record, outputs):
-            samples = wanted if record.samples is None else record.samples.cpu()
-            self._take(record, outputs, fetched, index, samples)
-        return len(samples)
-
-    def _take(self, record: PerSampleRecord, outputs: Any, fetched: _Fetched, index: Tensor, samples: Tensor) -> None:
-        """Use the record of some samples, (m,) places in the batch, whose samples have these indices, (B,)."""
-        raise NotImplementedError
-
-    @contextmanager
-    def _observed(self, fetched: _Fetched, view: Any, wanted: Tensor, size: int) -> Iterator[tuple[Any, Any]]:
-        """The record of the wanted samples, by their places (m,), and what the loss was taken from."""
         step = ObservedStep(
             self.module,
-            self._asked.capture,
-            fetched.batch,
+            capture,
+            batch,
             view,
             size,
-            ("sq_norm", self._asked.quantity),
+            ("sq_norm", asked.quantity),
             None if len(wanted) == size else wanted,
             sums_differ=True,  # there is no ``.grad`` to compare with
             compare_weights=fetched.number == 0,
             averages=False,
         )
-        try:
+        with torch.enable_grad(), muted(self.module), closing(step):
             with step.capture.observe(), without_dropout(self.module), recurrent_layers_can_go_backward(self.module):
-                outputs = self._outputs(fetched.batch, fetched.number)
+                outputs = outputs_of(self.module, asked.loss, batch, fetched.number)
                 loss = self._checked_loss(outputs)
                 step.attach(loss, outputs)
                 with torch.autocast(loss.device.type, enabled=False):
                     step.capture.backward_into_record(loss * loss_scale(self.trainer, size))
-            self._check(step.capture.record)
-            yield step.capture.record, outputs
-        finally:
-            step.close()
+            record = step.capture.record
+            self._check(record)
+            self._take(record, outputs, fetched, index, wanted if record.samples is None else record.samples.cpu())
+        return len(wanted)
 
-    def _outputs(self, batch: Any, number: int) -> Any:
-        if self._asked.loss is not None:
-            return self._asked.loss(self.module, batch)
-        step: Any = self.module.training_step
-        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        return step(batch, number) if needs_number else step(batch)
+    def _take(self, record: PerSampleRecord, outputs: Any, fetched: _Fetched, index: Tensor, samples: Tensor) -> None:
+        """Use the record of some samples, (m,) places in the batch, whose samples have these indices, (B,)."""
+        raise NotImplementedError
 
     def _checked_loss(self, outputs: Any) -> Tensor:
         loss = loss_of(outputs)

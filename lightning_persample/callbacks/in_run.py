@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any, Unpack
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.batch import count_samples
 from lightning_persample.callbacks.checkpoints import requiring_gradients
-from lightning_persample.callbacks.lightning_internals import handed_over, validating, window_continues
+from lightning_persample.callbacks.lightning_internals import handed_over, outputs_of, validating, window_continues
 from lightning_persample.callbacks.manual import unseen
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
@@ -28,7 +26,7 @@ from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
-from lightning_persample.errors import OptionError, UnsupportedError, each_of_user, of_user
+from lightning_persample.errors import OptionError, UnsupportedError, each_of_user
 from lightning_persample.gradients.norms import as_real
 from lightning_persample.options import CaptureOptions, check_option, is_int
 from lightning_persample.reference.samples import gradients_of, loss_of
@@ -296,7 +294,7 @@ class InRunInfluence(PerSampleGradientWriter):
             second_pass(trainer, pl_module) as state,
             requiring_gradients(pl_module, dict.fromkeys(parameters, True)),
             validating(trainer),
-            _in_evaluation(pl_module),
+            recurrent_layers_can_go_backward(pl_module.eval()),
         ):
             self._waits |= before_backward and state.holds_graph
             if before_backward and self._waits:  # the module would write to that graph, or free it
@@ -326,12 +324,7 @@ class InRunInfluence(PerSampleGradientWriter):
         return True
 
     def _loss_of(self, pl_module: LightningModule, batch: Any, number: int) -> Tensor | None:
-        if self.val_loss is not None:
-            outputs = of_user(self.val_loss, pl_module, batch)
-        else:
-            step: Any = pl_module.training_step  # which is not observed in a validation
-            needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-            outputs = of_user(step, batch, *([number] if needs_number else []))
+        outputs = outputs_of(pl_module, self.val_loss, batch, number)  # (training_step is not observed in a validation)
         if outputs is None:
             return None
         loss = loss_of(outputs)
@@ -343,13 +336,6 @@ class InRunInfluence(PerSampleGradientWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_shares": [], "_handles": []}
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    module.eval()
-    with recurrent_layers_can_go_backward(module):
-        yield
 
 
 def _dot(record: PerSampleRecord, vectors: Mapping[str, Tensor], unknown: Tensor) -> Tensor:

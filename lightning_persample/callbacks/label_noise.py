@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from lightning_persample.batch_axis.batch import batch_tensors
 from lightning_persample.callbacks.loggers import log_table, save_table
-from lightning_persample.callbacks.sample_index import keys_of
-from lightning_persample.callbacks.tagged_loader import TrainingView, why_no_keys
+from lightning_persample.callbacks.sample_index import TrainingView, keys_of, why_no_keys
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
 from lightning_persample.capture.failure import guard, stop
 from lightning_persample.capture.record import PerSampleRecord

@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, TypeGuard
 
@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -111,15 +111,30 @@ def handed_over(trainer: Trainer, batch: Any) -> Any:
     return of_user(trainer.strategy.batch_to_device, batch)
 
 
+def outputs_of(module: Any, loss: Callable[[Any, Any], Any] | None, batch: Any, batch_idx: int) -> Any:
+    """What a user's function ``loss(module, batch)`` returns, or without one `training_step`."""
+    if loss is not None:
+        return of_user(loss, module, batch)
+    takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return of_user(module.training_step, batch, *([batch_idx] if takes_number else []))
+
+
 @contextmanager
-def validating(trainer: Trainer) -> Iterator[None]:
-    """Let the Trainer be in a validation, as code of the module sees it."""
-    stage = trainer.state.stage
-    trainer.validating = True
+def replaced(attributes: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object have other attributes in this context, of which it afterwards has its own, or none as before."""
+    own = {name: attributes[name] for name in others if name in attributes}
+    attributes.update(others)
     try:
         yield
     finally:
-        trainer.state.stage = stage
+        for name in others:
+            del attributes[name]
+        attributes.update(own)
+
+
+def validating(trainer: Trainer) -> AbstractContextManager[None]:
+    """Let the Trainer be in a validation, as code of the module sees it."""
+    return replaced(vars(trainer.state), {"stage": RunningStage.VALIDATING})
 
 
 prefix_of: Callable[[Any], str] = attrgetter("_prefix")  # of a logger, before each of its names

@@ -6,9 +6,9 @@ So values are verified, and so single samples run, by the engines "vmap" and "lo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout, with_kinds_of
-from lightning_persample.callbacks.lightning_internals import loss_scale
+from lightning_persample.callbacks.lightning_internals import loss_scale, replaced
 from lightning_persample.callbacks.observed_step import SampleChoice, Sums, computed_in
 from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.observing import without_compilation
@@ -90,17 +90,9 @@ def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[Module
         trainer.loggers = loggers
 
 
-@contextmanager
-def muted(module: nn.Module) -> Iterator[None]:
+def muted(module: nn.Module) -> AbstractContextManager[None]:
     """Let ``log``, ``log_dict`` and ``print`` of a module do nothing in this context."""
-    own = {name: module.__dict__[name] for name in _MUTED if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None))
-    try:
-        yield
-    finally:
-        for name in _MUTED:
-            del module.__dict__[name]
-        module.__dict__.update(own)
+    return replaced(vars(module), dict.fromkeys(_MUTED, lambda *args, **kwargs: None))
 
 
 def on_other_batches(
@@ -151,7 +143,7 @@ def verify_values(
     allow_missing: bool,
 ) -> bool:
     """Check the per-sample gradients of a few samples of a batch; `view` is the batch as its samples are looked for."""
-    calls, reduction = 0, options["loss_reduction"]
+    calls, reduction = 0, cast("Any", options["loss_reduction"])
 
     def loss_fn(module: nn.Module, part: Any) -> Any:
         nonlocal calls
@@ -159,7 +151,6 @@ def verify_values(
         return _outputs_of(training_step, with_kinds_of(part, batch))
 
     def weights(outputs: Any, part: Any) -> Any:
-        assert callable(reduction)
         return reduction(outputs, with_kinds_of(part, batch))
 
     with second_pass(trainer, pl_module):

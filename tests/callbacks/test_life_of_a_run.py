@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, tagged_loader
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, sample_index
 from lightning_persample.callbacks.lightning_internals import ObservedMethod
 from lightning_persample.callbacks.observed_step import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
@@ -145,9 +145,9 @@ def test_an_interrupt_while_a_loader_is_prepared_leaves_it_as_it_was(monkeypatch
 
     data = loader()
     before = dict(vars(data))
-    monkeypatch.setattr(tagged_loader, "_KeyedCollate", interrupted)
+    monkeypatch.setattr(sample_index, "_KeyedCollate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        iter(tagged_loader.TaggedLoader(data))
+        iter(sample_index.TaggedLoader(data))
     assert dict(vars(data)) == before
 
 

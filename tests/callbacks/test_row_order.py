@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_persample.callbacks import collect_gradients
-from lightning_persample.callbacks.tagged_loader import RowOrder
+from lightning_persample.callbacks.sample_index import RowOrder
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from tests.callbacks.indexed_data import LOADERS, Follows, own_index, train
 from tests.callbacks.runs import Recorder

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.callbacks.tagged_loader import Drawn, _Tagged
+from lightning_persample.callbacks.sample_index import Drawn, _Tagged
 from tests.callbacks.indexed_data import (
     COMBINED,
     FEATURES,
