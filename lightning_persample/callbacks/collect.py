@@ -44,6 +44,7 @@ from lightning_persample.callbacks.rows import layout_of, opened, values_of
 from lightning_persample.callbacks.sample_index import (
     PASS_INDEX,
     Column,
+    Drawn,
     RowOrder,
     TaggedLoader,
     checked_index,
@@ -74,8 +75,7 @@ class _Fetched(NamedTuple):
     place: int  # which checkpoint it is for
     number: int  # which batch of the checkpoint it is, in this process
     batch: Any
-    keys: list[int] | None  # the index of each sample; None where the batch tells it
-    places: tuple[Any, ...] | None  # see `Drawn`
+    drawn: Drawn  # without keys where the batch tells the index of each sample
     columns: list[Column]  # of its rows as the loader gave them
 
 
@@ -123,9 +123,9 @@ class SamplesOnce:
         """The batches of one process, for one checkpoint after the other."""
         for place in range(places):
             done = np.empty(0, np.int64) if self._has_index else visited(place)
-            for number, (batch, keys, of_rows) in enumerate(self._keyed(done, rank, processes)):
-                columns = [] if keys is None else self.order.start_from(batch, len(keys))
-                yield _Fetched(place, number, batch, keys, of_rows, columns)
+            for number, (batch, drawn) in enumerate(self._batches(done, rank, processes)):
+                columns = [] if drawn.keys is None else self.order.start_from(batch, len(drawn.keys))
+                yield _Fetched(place, number, batch, drawn, columns)
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
         """Refuse a store that lacks a sample."""
@@ -141,11 +141,11 @@ class SamplesOnce:
                     "The call can be repeated, and goes on with them"
                 )
 
-    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Any, Any]]:
+    def _batches(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Drawn]]:
         if not self._is_made_again:
             holds_fields = getattr(self._loader, "collate_fn", None) is default_collate
             for batch in self._loader:
-                yield batch, None, () if holds_fields else None
+                yield batch, Drawn(None, places=() if holds_fields else None)
             return
         loader: Any = self._loader
         pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
@@ -159,7 +159,7 @@ class SamplesOnce:
             drawn = last_drawn(iterator, again)
             if drawn.keys is None and not self._has_index:
                 raise UnsupportedError(f"the samples of a batch are unknown, because {drawn.why}; {PASS_INDEX}")
-            yield batch, None if self._has_index else drawn.keys, drawn.places
+            yield batch, drawn._replace(keys=None) if self._has_index else drawn
         if given < len(batches):
             raise PerSampleError(
                 f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "
@@ -247,6 +247,7 @@ class Passing(_Base):
         self.module = asked.module
         self._asked, self._has_warned = asked, False
         self._place = -1
+        self._visited: dict[int, np.ndarray[Any, Any]] = {}  # by checkpoint the samples that are not wanted any more
 
     def setup(self, stage: str) -> None:
         """Make the module ready: all processes are there."""
@@ -262,7 +263,7 @@ class Passing(_Base):
         return self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
 
     def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
-        return np.empty(0, np.int64)
+        return self._visited.get(place, np.empty(0, np.int64))
 
     def _move_to(self, place: int) -> Mapping[str, Any] | None:
         """Give the module the weights of a checkpoint."""
@@ -279,11 +280,14 @@ class Passing(_Base):
         why = asked.samples.order.why_lost(fetched.columns, batch)
         if why:
             raise UnsupportedError(f"the samples of a batch are unknown, because {why}; {PASS_INDEX}")
-        view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
-        drawn = None if fetched.keys is None or asked.sample_index is not None else len(fetched.keys)
-        capture = asked.capture
+        capture, keys, places = asked.capture, fetched.drawn.keys, fetched.drawn.places
+        view = batch if places is None else with_samples_at(batch, places)
+        drawn = None if keys is None else len(keys)
         size = count_samples(view, capture["batch_dim"], capture["batch_size"], drawn, capture["batch_layout"])
-        index = self._index_of(fetched, size)
+        if asked.sample_index is None:
+            index = torch.tensor(keys, dtype=torch.int64)
+        else:
+            index = checked_index(asked.sample_index(batch), size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):
             return 0
@@ -344,11 +348,6 @@ class Passing(_Base):
             self._has_warned = True
             warn_user(rest[0])
 
-    def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
-        if self._asked.sample_index is not None:
-            return checked_index(self._asked.sample_index(fetched.batch), size)
-        return torch.tensor(fetched.keys, dtype=torch.int64)
-
     on_before_batch_transfer = _as_the_module("on_before_batch_transfer")
     transfer_batch_to_device = _as_the_module("transfer_batch_to_device")
     on_after_batch_transfer = _as_the_module("on_after_batch_transfer")
@@ -362,7 +361,6 @@ class Storing(Passing):
     def __init__(self, asked: Collection) -> None:
         super().__init__(asked)
         self._shards, self._manifest = Shards(asked.dirpath), asked.manifest
-        self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._adam: dict[str, Direction] = {}
         self._writer: StoreWriter | None = None
         self.lock = FolderLock(asked.dirpath)
@@ -436,9 +434,6 @@ class Storing(Passing):
             checkpoints=checkpoints,
             processes=trainer.world_size,
         )
-
-    def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
-        return self._visited.get(place, np.empty(0, np.int64))
 
     def _take(self, record: PerSampleRecord, outputs: Any, fetched: _Fetched, index: Tensor, samples: Tensor) -> None:
         if self._writer is None:
