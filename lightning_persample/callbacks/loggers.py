@@ -25,6 +25,9 @@ from lightning_persample.errors import of_user
 from lightning_persample.influence.pictures import montage
 
 _SAID: set[str] = set()
+# TensorBoard's bins of a histogram end at 1e20, and it fails where all values are above: these hold any finite norm.
+_EDGES = np.append(0.0, 1e-12 * 1.1 ** np.arange(4020))
+_BINS = 64  # of W&B
 
 
 @rank_zero_only
@@ -41,9 +44,13 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
     for logger in takers if finite.size else ():
         with _said_if_disk_fails(name):
             if is_a(logger, "TensorBoardLogger"):
-                of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite, step)
+                of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite, step, _EDGES)
             elif is_a(logger, "WandbLogger"):
-                _log_to_wandb(logger, name, "Histogram", finite, step=step)
+                low, high = finite.min(), finite.max()
+                counted = np.histogram(
+                    finite, _BINS, (low, max(high, low * (1 + 1e-9)))
+                )  # of norms that are alike, too
+                _log_to_wandb(logger, name, "Histogram", np_histogram=counted, step=step)
 
 
 def takes_pictures(logger: Logger) -> bool:
@@ -81,7 +88,8 @@ def log_table(
                     captions = [f"{_markdown_cell(row[0])}: {_markdown_cell(row[1])}" for row in rows]
                     log_picture([logger], f"{name}_pictures", montage(images, captions), step)
             elif is_a(logger, "WandbLogger"):
-                shown, data = [*columns], [[*row] for row in rows]
+                alike = map(_of_one_type, zip(*rows, strict=True))
+                shown, data = [*columns], [[*row] for row in zip(*alike, strict=True)]
                 if images:
                     make: Any = importlib.import_module("wandb").Image
                     shown.append("picture")
@@ -92,6 +100,15 @@ def log_table(
                 folder = "/".join(re.sub(r"[^\w. -]", "_", part) for part in _prefixed(logger, name).split("/"))
                 path = f"{folder}/step_{step:06d}.csv"
                 of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
+
+
+def _of_one_type(cells: Sequence[Any]) -> Sequence[Any]:
+    """The cells of a column of W&B, which refuses several types in one: texts, unless all are numbers, or all bools."""
+    known = [cell for cell in cells if cell is not None]
+    are_bools = {isinstance(cell, bool) for cell in known}
+    if len(are_bools) < 2 and all(isinstance(cell, (bool, int, float)) for cell in known):
+        return cells
+    return [None if cell is None else str(cell) for cell in cells]
 
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -137,7 +137,7 @@ def points(axes: Any, x: Array, y: Array, marked: NDArray[np.bool_] | None, mark
 
 def _steps(axes: Any) -> None:
     axes.set(xlabel="step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     _plain(axes.xaxis)
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -26,7 +26,7 @@ from lightning_persample.influence import charts
 from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, columns_of, how_often
 from lightning_persample.influence.charts import Array
 from lightning_persample.influence.datamodeling import rank_correlation
-from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, write_atomically
+from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, broken_files_named, write_atomically
 from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, read_ledger
 from lightning_persample.influence.optional_packages import arrow, matplotlib
 from lightning_persample.influence.pictures import Render, data_address, rendered, shortened
@@ -245,7 +245,7 @@ def read_logs(dirpaths: Sequence[Path]) -> tuple[dict[str, tuple[Array, Array]],
     tables = sorted({path.resolve() for each in dirpaths for path in each.rglob("metrics.csv")}, key=_age)
     events = {path.resolve().parent for each in dirpaths for path in each.rglob("events.out.tfevents.*")}
     for places, read in ((tables, _of_csv), (sorted(events, key=_age), _of_events)):
-        found = [(place, of_place) for place in places if (of_place := _of_monitor(read(place)))]
+        found = [(place, of_place) for place in places if (of_place := read(place))]
         points: dict[str, dict[float, float]] = {}
         twice = ""
         for place, values in found:  # what a run that was resumed wrote later counts
@@ -270,10 +270,13 @@ def _age(path: Path) -> tuple[float, str]:
 
 def _of_csv(path: Path) -> Logged:
     found: Logged = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for name, text in row.items():
-                if name and text and "/" in name and row.get("step"):
+    with broken_files_named(path, "pass folders without it"), path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        names = _of_monitor(reader.fieldnames or ())
+        for row in reader:
+            for name in names:
+                text = row[name]
+                if text and row.get("step"):
                     steps, values = found.setdefault(name, ([], []))
                     steps.append(float(row["step"]))
                     values.append(float(text))
@@ -287,15 +290,15 @@ def _of_events(path: Path) -> Logged:
         return {}
     reader = events.EventAccumulator(os.fspath(path), {"scalars": 0})
     reader.Reload()
-    scalars = {name: reader.Scalars(name) for name in reader.Tags()["scalars"] if "/" in name}
+    scalars = {name: reader.Scalars(name) for name in _of_monitor(reader.Tags()["scalars"])}
     return {name: ([each.step for each in all_], [each.value for each in all_]) for name, all_ in scalars.items()}
 
 
-def _of_monitor(logged: Logged) -> Logged:
-    """Those of a monitor, which alone logs a coverage beside a number of norms that are not finite, of steps."""
-    prefixes = tuple(name.removesuffix("coverage") for name in logged if name.endswith("/coverage"))
-    prefixes = tuple(prefix for prefix in prefixes if f"{prefix}nonfinite" in logged)
-    return {name: each for name, each in logged.items() if name.startswith(prefixes) and not name.endswith("_epoch")}
+def _of_monitor(names: Collection[str]) -> list[str]:
+    """The values of a monitor, which alone logs a coverage beside a number of norms that are not finite, of steps."""
+    prefixes = tuple(name.removesuffix("coverage") for name in names if name.endswith("/coverage"))
+    prefixes = tuple(prefix for prefix in prefixes if f"{prefix}nonfinite" in names)
+    return [name for name in names if name.startswith(prefixes) and not name.endswith("_epoch")]
 
 
 # What is computed
@@ -352,16 +355,20 @@ def _histogram(run: Run, floor: float) -> dict[str, Any] | None:
         return {"edges": edges, "log10_norm": bins, "share": counts / counts.sum(0)}
 
 
-def layers_of(run: Run, statistic: str = "norm_mean") -> dict[str, Any] | None:
-    """The mean of a statistic of each group of parameters in each window of steps, (groups, windows)."""
+def _groups(run: Run, statistic: str = "norm_mean") -> dict[str, tuple[Array, Array]]:
+    """Steps and values of a statistic of each group of parameters."""
     end = f"/{statistic}"
-    groups = {name: (run.step, values) for name, values in run.groups.items()} or {
+    return {name: (run.step, values) for name, values in run.groups.items()} or {
         name.removesuffix(end).removeprefix(prefix): values
         for prefix in _prefixes(run)
         for name, values in run.logged.items()
         if name.startswith(prefix) and name.endswith(end) and name.count("/") > prefix.count("/")
     }
-    groups = {name: each for name, each in groups.items() if np.isfinite(each[1]).any()}
+
+
+def layers_of(run: Run, statistic: str = "norm_mean") -> dict[str, Any] | None:
+    """The mean of a statistic of each group of parameters in each window of steps, (groups, windows)."""
+    groups = {name: each for name, each in _groups(run, statistic).items() if np.isfinite(each[1]).any()}
     if not groups:
         return None
     edges = windows(np.concatenate([steps for steps, _ in groups.values()]))
@@ -423,7 +430,7 @@ def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str
     warnings = [*_warnings_on_norms(run), *run.warnings]
     table = _samples_panel(run, numbers, render, labels, k, warnings)
     panels = [_norms_panel(run, numbers["bands"]), _histogram_panel(run, numbers["histogram"])]
-    panels += [_layers_panel(numbers["layers"]), _noise_panel(run), _scores_panel(run, numbers["scores"], labels)]
+    panels += [_layers_panel(run, numbers["layers"]), _noise_panel(run), _scores_panel(run, numbers["scores"], labels)]
     panels.append(_coverage_panel(run))
     listed = "".join(f"<li>{_text(each)}</li>" for each in warnings)
     libraries = {**run.libraries, "python": sys.version.split()[0], "matplotlib": matplotlib().__version__}
@@ -489,11 +496,11 @@ def _histogram_panel(run: Run, found: dict[str, Any] | None) -> str:
     return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
 
 
-def _layers_panel(found: dict[str, Any] | None) -> str:
+def _layers_panel(run: Run, found: dict[str, Any] | None) -> str:
     name, title = "layers", "Mean norm of each layer"
     if found is None:
         absent = "The run has no norms of layers: per_layer=1 (or 2) records them."
-        return _panel(name, title, "", absent)
+        return _panel(name, title, "", "No layer has a finite norm." if _groups(run) else absent)
     text = (
         "First layers at the top. Compare a row with its own past: one that has turned dark has stopped to learn, one "
         "that brightens until the end becomes unstable. (A layer of few weights is darker than a large one.)"

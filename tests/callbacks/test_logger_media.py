@@ -281,6 +281,34 @@ def test_nothing_finite_is_nothing_to_write(tmp_path):
     assert list(tmp_path.rglob("events*")) == []
 
 
+@pytest.mark.parametrize("norms", [[1e25, 3e25, 1e150], [2.0, 1e22], [0.0, 0.0], [1.5, 1.5 + 4e-16], [0.0, 1e-162]])
+def test_histograms_hold_every_finite_norm(tmp_path, own_environment, norms):
+    """Norms of a training that diverges in float64, and those that differ by rounding alone."""
+    tensorboard = TensorBoardLogger(tmp_path / "tensorboard")
+    online = WandbLogger(save_dir=tmp_path / "wandb", offline=True, settings=wandb.Settings(console="off"))
+    log_histogram([tensorboard, online], "name", torch.tensor(norms, dtype=torch.float64), 4)
+    tensorboard.finalize("success")
+    wandb.finish()
+    (event,) = read_tensorboard(tmp_path / "tensorboard").Histograms("name")
+    assert sum(event.histogram_value.bucket) == event.histogram_value.num == len(norms)
+    (row,) = [row for row in read_wandb(tmp_path / "wandb")[0] if "name/_type" in row]
+    assert sum(row["name/values"]) == len(norms)
+
+
+def test_cells_of_several_types_are_texts_in_wandb(tmp_path, own_environment):
+    rows = [[3, 0.5, "a", True, (1, 2), None], ["b/4", 1, 2, 0, (3,), True], [5, None, None, True, None, False]]
+    logger = WandbLogger(save_dir=tmp_path, offline=True, settings=wandb.Settings(console="off"))
+    log_table([logger], "table", list("abcdef"), rows, 1)
+    wandb.finish()
+    written, files = read_wandb(tmp_path)
+    (path,) = [row["table/path"] for row in written if "table/path" in row]
+    assert json.loads((files / path).read_text())["data"] == [
+        ["3", 0.5, "a", "True", "(1, 2)", None],
+        ["b/4", 1, "2", "0", "(3,)", True],
+        ["5", None, None, "True", None, False],
+    ]
+
+
 class Failing(TensorBoardLogger):
     @property
     def experiment(self):

@@ -173,13 +173,19 @@ def test_what_a_run_lacks_is_said_in_place_of_a_chart(tmp_path, undrawn):
     page = report(write_ledger(tmp_path / "ledger", change=bare), out=tmp_path / "report.html")
     for name, text in {
         "noise": "The run has no noise scale: PerSampleGradientMonitor logs it",
-        "layers": "The run has no norms of layers: per_layer=1 (or 2) records them.",
+        "layers": "No layer has a finite norm.",
         "scores": "No sample has both a finite loss and a finite norm. A warning of the training says why.",
     }.items():
         assert text in panel(page, name)
         assert "<svg" not in panel(page, name)
     assert "<svg" in panel(page, "norms")
     assert {"loss", "inf or nan"}.isdisjoint(numbers(page)["samples"]["columns"])  # nothing is in them
+
+
+def test_layers_that_no_one_asked_for_are_named(tmp_path, undrawn):
+    write_csv(tmp_path / "logs")
+    page = report(tmp_path / "logs", out=tmp_path / "report.html")
+    assert "The run has no norms of layers: per_layer=1 (or 2) records them." in panel(page, "layers")
 
 
 def test_losses_that_no_one_asked_for_are_named(tmp_path, undrawn, monkeypatch):
@@ -294,6 +300,22 @@ def test_a_coverage_of_the_users_is_that_of_no_monitor(tmp_path, write, undrawn)
     assert {name.partition("/")[0] for name in numbers(page)["logged"]} == {"grads"}
     assert "100%" in panel(page, "coverage")
     assert "31%" not in panel(page, "coverage")
+
+
+def test_texts_in_a_log_are_passed_over_and_a_broken_one_is_named(tmp_path, undrawn):
+    write_csv(
+        tmp_path / "logs",
+        lines={**{f"grads/{name}": each for name, each in LINES.items()}, "my/text": list("abc")},
+        prefix="",
+    )
+    page = report(tmp_path / "logs", out=tmp_path / "report.html")
+    assert numbers(page)["logged"]["grads/noise_scale"] == [[0, 10, 20], [50, 300, 640]]
+    path = tmp_path / "logs" / "metrics.csv"
+    text = path.read_bytes()
+    for broken in (text.replace(b"300.0", b"3\xff0"), text.replace(b"300.0", b"3x")):
+        path.write_bytes(broken)
+        with pytest.raises(PerSampleError, match=r"metrics.csv' is broken: .* or pass folders without it"):
+            report(tmp_path / "logs", out=tmp_path / "report.html")
 
 
 def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path, undrawn):
