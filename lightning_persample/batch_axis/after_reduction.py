@@ -285,7 +285,7 @@ def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> 
     if not together:
         return None
     if len(marks) > 1 and not together <= {1, call.batch_size} and _overlap(marks):
-        return None
+        return together if _adds(call) and _terms(call, Followed(())) else None
     if call.op in ("mul", "div", "rmul") or (call.op in _SUMS and len(marks) == 1):
         divisor = next((mark for tensor, mark in call.lost if not tensor.requires_grad), None)
         if divisor is not None:

@@ -30,9 +30,11 @@ class Owner:
 
     Attributes:
         sample: (n,) int64, values from 0 to B - 1; a sample may own any number of entries.
+        ranked: whether other samples say at which place an entry stands, as where rows were sorted.
     """
 
     sample: Tensor
+    ranked: bool = False
 
     @cached_property
     def order(self) -> Tensor:
@@ -123,6 +125,11 @@ class BatchAxis:
     def rows(self) -> int:
         """Rows of this axis that belong to one entry."""
         return self.outer * self.inner
+
+    @property
+    def ranked(self) -> bool:
+        """Whether other samples say at which place a row stands."""
+        return self.owner is not None and self.owner.ranked
 
     def entries(self, batch_size: int) -> int:
         """The number n of entries."""
@@ -228,12 +235,14 @@ class EntryOwners:
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
+        ranked: other samples say at which place an entry stands.
     """
 
     samples: frozenset[int] = frozenset()
     entries: Tensor | None = None
     unplaced: bool = False
     listed: bool = False
+    ranked: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -18,6 +18,7 @@ from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, POINTWISE
+from lightning_persample.batch_axis.ranked import by_rank
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
@@ -46,6 +47,7 @@ def follow(call: ObservedCall) -> Followed:
         return Followed((mark,) * len(call.outputs), weighting=mixing)
     if any(isinstance(place, Lost) for place in followed.outputs):
         followed = by_entries_moved(call, followed)
+    followed = by_rank(call, followed)
     if not any(isinstance(place, Lost) for place in followed.outputs):
         return followed
     notes = frozenset[Note]().union(*(mark.notes for _, mark in call.lost))

@@ -259,11 +259,13 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
 
 
 def _pooled(call: ObservedCall, matrix: Tensor, summed: int, rows: Tensor, dim: int) -> Followed | None:
-    """The answer where ones of a matrix add each row of the batch to one row of the result, as ``index_add`` does."""
+    """The answer where a matrix adds each row of the batch, times one number, to one row of the result alone."""
     own, axis = call.axis_of(matrix), call.axis_of(rows)
     if matrix.requires_grad or matrix.dim() != 2 or not isinstance(axis, BatchAxis) or call.batch_size == 1:
         return None
-    places = matrix.movedim(summed, 0) == 1
+    # (of rows that are a sample each another number than one may weigh them, as in a mean)
+    number = 1 if axis.owner is None else matrix.flatten()[matrix.abs().argmax()]
+    places = matrix.movedim(summed, 0) == number
     if isinstance(own, BatchAxis) and (own.mixing is not None or own.dim != summed or not own.same_layout(axis)):
         return None
     has_others = len(places) != rows.size(axis.dim) or int(matrix.count_nonzero()) != len(places)

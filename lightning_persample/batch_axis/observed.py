@@ -52,6 +52,7 @@ class ObservedCall:
         row_sums: of constants of the step that were added up, such as a mask drawn in it, the sums of as many rows as
             there are samples, (B,).
         compares_weights: whether somebody asks what the samples weigh in the loss.
+        made: ids of constants that the step has drawn, or made of numbers that may be the samples'.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -72,6 +73,7 @@ class ObservedCall:
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
     row_sums: Sequence[Tensor] = ()
     compares_weights: bool = False
+    made: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

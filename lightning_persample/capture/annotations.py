@@ -359,9 +359,9 @@ class Marks:
     def note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
         """Mark the results of a call without weights and without the batch, where there is something to know."""
         known = op not in DATA_SOURCES and all(self.is_known(tensor) for tensor in operands)
+        made = op in DATA_SOURCES or any(self.get(tensor) is CONSTANT for tensor in operands)
         for output in tensors_in(result):
-            foreign = has_history(output)
-            if known or foreign or self.get(output) is KNOWN:
+            if known or made or has_history(output) or self.get(output) is KNOWN:
                 self.set_result(output, KNOWN if known else CONSTANT)
             if op in _ADDED_UP and output.numel() == 1 < self._batch_size and len(operands) == 1:
                 self._note_row_sums(op, operands[0])

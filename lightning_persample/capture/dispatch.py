@@ -519,6 +519,7 @@ class Dispatcher(Collector):
             op, function, args, kwargs, tuple(operands), outputs, self.batch_size, call.kind.inplace,
             frozenset(map(id, changed)), before.random_state, call.fused, call.signature, self.owners, self.known_rows,
             self.marks.row_sums, self.compares_weights,
+            frozenset(id(tensor) for tensor, mark in marked if mark is CONSTANT),
         )  # fmt: skip
         has_gradient = torch.is_grad_enabled() and any(map(_requires_grad, outputs))
         live = involved if has_gradient else {}

@@ -214,9 +214,9 @@ class TorchCall:
                     continue
                 dtype, shape = value.dtype, value.shape
                 if type(mark) is BatchAxis:
-                    is_mixed, has_owner = mark.mixing is not None, mark.owner is not None
-                    key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner, is_mixed, has_owner)
-                    if has_owner:
+                    is_mixed, ranked = mark.mixing is not None, None if mark.owner is None else mark.owner.ranked
+                    key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner, is_mixed, ranked)
+                    if ranked is not None:
                         is_key, owner = kind.pointwise and (owner is None or owner is mark.owner), mark.owner
                 else:
                     is_weight = type(mark) is Weight

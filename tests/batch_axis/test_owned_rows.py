@@ -192,12 +192,14 @@ BY_MATRIX: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "matmul": lambda h, batch: one_hot(batch).T @ h,
     "from-the-right": lambda h, batch: torch.mm(h.T, one_hot(batch)).T,
     "einsum": lambda h, batch: torch.einsum("nb,nd->bd", one_hot(batch), h),
+    "times-a-number": lambda h, batch: 2.5 * one_hot(batch).T @ h,
+    "shares": lambda h, batch: (one_hot(batch) / B).T @ h,
     "comparison": lambda h, batch: (torch.arange(len(batch["y"]))[:, None] == batch["owner"]).double() @ h,
 }
 
 
 @pytest.mark.parametrize("name", BY_MATRIX)
-def test_rows_pooled_by_a_matrix_with_a_one_for_each_are_of_their_graphs(name: str) -> None:
+def test_rows_pooled_by_a_matrix_with_one_number_for_each_are_of_their_graphs(name: str) -> None:
     module = Network(sums)
 
     def loss(batch: Batch) -> Tensor:
@@ -209,14 +211,14 @@ def test_rows_pooled_by_a_matrix_with_a_one_for_each_are_of_their_graphs(name: s
         assert_exact(record, loop(module, loss, [graph(batch, sample) for sample in range(B)]))
 
 
-@pytest.mark.parametrize("name", ["two-graphs-in-a-row", "two-ones-for-a-row", "shares"])
+@pytest.mark.parametrize("name", ["two-graphs-in-a-row", "two-ones-for-a-row", "means"])
 def test_rows_of_several_graphs_pooled_by_a_matrix_are_named(name: str) -> None:
     module, batch = Network(sums), graphs()
     matrix = one_hot(batch).T.contiguous()
     if name == "two-ones-for-a-row":
         matrix = matrix[[0, 0, 2, 3, 4]]
     else:
-        matrix = matrix.roll(1, 1) if name == "two-graphs-in-a-row" else matrix / B
+        matrix = matrix.roll(1, 1) if name == "two-graphs-in-a-row" else matrix + 1 / B
 
     def loss() -> Tensor:
         return F.cross_entropy(module.head(matrix @ module(batch)), batch["y"])

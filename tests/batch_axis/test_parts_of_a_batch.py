@@ -113,6 +113,21 @@ def test_means_over_unequal_parts_are_said(name: str) -> None:
     assert f"{what} at test_parts_of_a_batch.py" in text
 
 
+@pytest.mark.parametrize("order", ["aab", "aba", "baa"])
+def test_a_part_that_is_added_twice_counts_twice_in_any_order(order: str) -> None:
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels), quantities=BOTH) as captured:
+        each = F.cross_entropy(module(inputs), labels, reduction="none")
+        parts = {"a": each[: B // 2], "b": each[B // 2 :]}
+        first, second, third = (parts[name].mean() for name in order)
+        (first + second + third).backward()
+    assert captured.record.weighting == ()
+    times = torch.tensor([4.0 if sample < B // 2 else 2.0 for sample in range(B)])
+    for name, grads in loop(module, loss_of, (inputs, labels)).items():
+        found = captured.record.grad_samples[name]
+        torch.testing.assert_close(found, grads * times.view(-1, *(1,) * (grads.dim() - 1)))
+
+
 def test_notes_are_those_of_their_own_backward() -> None:
     """Neither those of an earlier backward, nor those of a number that is only looked at."""
     module, (inputs, labels) = network(), batch()
