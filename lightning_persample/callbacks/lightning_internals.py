@@ -80,6 +80,12 @@ def holds_compiled_code(pl_module: LightningModule) -> bool:
     return has_compiled_part(pl_module) or pl_module._compiler_ctx is not None
 
 
+def logs_copies(pl_module: LightningModule) -> bool:
+    """Whether the module's ``log`` is Lightning's own, which copies what it is given, and in no compiled code."""
+    is_own = getattr(pl_module.log, "__module__", "").partition(".")[0] in _PACKAGES
+    return is_own and not holds_compiled_code(pl_module)
+
+
 def optimizers_of(configured: Any) -> list[Any]:
     """The optimizers in what ``configure_optimizers`` returned."""
     return list(_configure_optimizers(configured)[0])

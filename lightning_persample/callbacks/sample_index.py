@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -692,7 +693,7 @@ def _following(kind: Any) -> Any:
             fetched, columns = super().__next__(), list[Column]()
             notes: _Notes = self.__dict__[_NOTES]
             try:  # no `guard`: this runs at every batch
-                keys: Any = [getattr(each, LAST_KEYS, None) for each in iterators_of(self)]
+                keys: Any = [*map(getattr, iterators_of(self), repeat(LAST_KEYS), repeat(None))]
                 if notes.order is not None and len(keys) == 1:
                     own = keys[0].keys if isinstance(keys[0], Drawn) else keys[0]
                     columns = notes.order.start_from(fetched[0], len(own or ()))

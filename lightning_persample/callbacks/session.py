@@ -36,6 +36,7 @@ from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     holds_compiled_code,
     logging_step,
+    logs_copies,
     logs_now,
     skips_hooks,
     why_unsupported,
@@ -221,6 +222,7 @@ class SharedCapture:
             observed("training_step", self._run_training_step, rests=partial(self._rest.goes_on, self._failed)),
             observed("backward", self._run_backward, rests=is_resting),
             observed("manual_backward", self._run_manual_backward, rests=is_resting),  # a module may go over to it
+            *([observed("log", self._run_log, rests=is_resting)] if logs_copies(pl_module) else ()),
         )
 
     def install(self) -> None:
@@ -483,6 +485,10 @@ class SharedCapture:
         """Something of this package's has failed around a method of the module: end the capture, and say so."""
         guard(self.end_batch, self.reports.report_failure)()
         self.reports.report_failure(error)
+
+    def _run_log(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run, number = partial(log, *args, **kwargs), args[1] if len(args) > 1 else kwargs.get("value")
+        return run() if self._step is None else self._step.capture.run_copying(number, run)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._manual is not None:

@@ -425,7 +425,7 @@ class Dispatcher(Collector):
             return _Decision(self._note_inside)
         if not _TENSORS.issuperset(map(type, call.tensors)) and any(map(is_lazy, call.tensors)):
             return _Decision(_note_nothing)
-        if kind.op in COPIES and not self.compares_weights and _is_plain_number(call):
+        if kind.op in COPIES and len(call.marks) == 1 and self._plain_sum(call.tensors[0], call.marks[0]):
             return _Decision(self._note_copied)
         if kind.pointwise and BatchAxis in kinds and not call.writes:
             self.marks.note_variables(call.tensors, call.marks)
@@ -480,6 +480,27 @@ class Dispatcher(Collector):
         (mark,) = call.marks
         self._note_function(call.tensors)
         self.marks.set_result(result, copied(mark, result))  # type: ignore[arg-type]
+
+    def _plain_sum(self, number: object, mark: Mark | None) -> Lost | None:
+        """The mark of one number that is a sum over the samples, of which nothing further is known; else None."""
+        is_number = type(number) is Tensor and not number.dim() and not self.compares_weights
+        return mark if is_number and isinstance(mark, Lost) and mark.is_plain_sum else None
+
+    def copying(self, number: object) -> Answer | None:
+        """What answers calls that copy a plain sum and do nothing else; None where the number is none."""
+        mark = self._plain_sum(number, self.marks.get(number) if isinstance(number, Tensor) else None)
+        if mark is None:
+            return None
+        cut = mark if mark.crossed else replace(mark, crossed=True)
+        note = guard(self.marks.__setitem__, self.fail)
+
+        def answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = function(*args, **kwargs)
+            if type(result) is Tensor and not (args and result is args[0]):
+                note(result, mark if result.requires_grad else cut)
+            return result
+
+        return answer
 
     def _note_derived(self, random_state: Tensor | None, call: TorchCall, result: Any) -> None:
         """A call on weights and numbers alone makes derived weights."""
@@ -844,14 +865,6 @@ def _outputs_of(call: TorchCall, result: Any) -> tuple[Tensor, ...]:
     if call.writes or given.isdisjoint(map(id, outputs)):
         return outputs
     return tuple(output for output in outputs if id(output) not in given)
-
-
-def _is_plain_number(call: TorchCall) -> bool:
-    """Whether a call is given one number, which is a sum over the samples of which nothing further is known."""
-    mark = call.marks[0] if len(call.marks) == 1 else None
-    return (
-        isinstance(mark, Lost) and type(call.tensors[0]) is Tensor and not call.tensors[0].dim() and mark.is_plain_sum
-    )
 
 
 def _note_nothing(call: TorchCall, result: Any) -> None:

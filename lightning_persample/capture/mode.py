@@ -351,6 +351,23 @@ class Capture:
         """What is known of a tensor of this step: where the samples lie in it, or why they do not."""
         return None if self._why_at_fault() else self._dispatcher.marks.of_operand(tensor)
 
+    def run_copying(self, number: object, run: Callable[[], Any]) -> Any:
+        """Run what does nothing but copy a number, as ``self.log`` does; its copies are not followed one by one.
+
+        Args:
+            number: the number; of what is no sum over the samples every call is followed.
+            run: makes the copies.
+
+        Returns:
+            What `run` returns.
+        """
+        copying = None if self._fault else guard(self._dispatcher.copying, self._fail)(number)
+        before, self._mode.answer = self._mode.answer, copying or self._mode.answer
+        try:
+            return run()
+        finally:
+            self._mode.answer = before
+
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True

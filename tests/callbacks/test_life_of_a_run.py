@@ -182,7 +182,7 @@ def test_a_second_fit_with_the_same_trainer(tmp_path):
     trainer.fit_loop.max_epochs = 4
     trainer.fit(other, loader())
     assert len(callback.records) == 12
-    assert not {"training_step", "backward"} & (module.__dict__.keys() | other.__dict__.keys())
+    assert not {"training_step", "backward", "log"} & (module.__dict__.keys() | other.__dict__.keys())
 
 
 def test_a_fit_after_one_that_failed():
@@ -224,7 +224,7 @@ def test_copies_made_in_the_middle_of_a_fit_have_plain_methods_of_their_own():
     fit(module, [recorder()])
     assert len(module.copies) == 18
     for each in module.copies:
-        for name in ("training_step", "backward"):
+        for name in ("training_step", "backward", "log"):
             method = getattr(each, name)
             assert type(method) is type(each.configure_optimizers)  # a bound method
             assert method.__self__ is each

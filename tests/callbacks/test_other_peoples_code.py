@@ -37,6 +37,58 @@ def test_a_module_with_a_log_of_its_own(kind):
     assert trainer.callback_metrics["per_sample_grad/norm_mean"] > 0
 
 
+class ScalesByWhatItLogged(Classifier):
+    def logged(self):
+        return self.trainer.callback_metrics["loss"]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.logged()
+
+
+class KeepsWhatItLogs(ScalesByWhatItLogged):
+    """Has a `log` that does more than Lightning's: calls in it are seen."""
+
+    def log(self, name, value):
+        super().log(name, value)
+        self.kept = 2 * value.detach()
+
+    def logged(self):
+        return self.kept
+
+
+class KeepsALoss(KeepsWhatItLogs):
+    """What its `log` computes goes into the loss."""
+
+    def log(self, name, value):
+        self.kept = self.network[0].bias.square().sum()
+
+    def training_step(self, batch, batch_idx):
+        return Classifier.training_step(self, batch, batch_idx) + self.kept
+
+
+@pytest.mark.filterwarnings("ignore:.*weighted differently from loss_reduction")
+@pytest.mark.parametrize("kind", [ScalesByWhatItLogged, KeepsWhatItLogs])
+def test_a_logged_number_remains_one_of_the_whole_batch(kind):
+    plain, scaled = Recorder(1), Recorder(1)
+    for recorder, module in ((plain, Classifier(lr=0.0)), (scaled, kind(lr=0.0))):
+        torch.manual_seed(1)
+        module.network.apply(lambda part: getattr(part, "reset_parameters", lambda: None)())
+        fit(module, [recorder])
+    for one, other in zip(plain.records, scaled.records, strict=True):
+        assert not one.weighting
+        (note,) = other.weighting
+        assert note.startswith("`mul` scales the loss by a number computed over the whole batch")
+        ratio = other.norms() / one.norms()
+        torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+
+
+def test_a_penalty_made_in_a_log_of_its_own_is_no_samples():
+    recorder = Recorder(1)
+    fit(KeepsALoss(), [recorder])
+    assert recorder.records
+    assert all(record.coverage == 1.0 and not record.unsupported for record in recorder.records)
+
+
 def test_two_monitors_need_two_prefixes():
     text = r"prefix='per_sample_grad' is that of 2 monitors, callbacks \[0\], \[1\] of the Trainer: give each"
     with pytest.raises(OptionError, match=text):
