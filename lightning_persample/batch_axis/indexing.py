@@ -406,28 +406,29 @@ def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: obje
     return into_own_rows(call, target, found[0], index, value)
 
 
-def _cuts(items: list[Any], dim: int) -> bool:
-    """Whether an index picks rows of an axis by their numbers; a mask goes through the rows of each sample."""
+def _at(items: list[Any], dim: int) -> tuple[Any, int]:
+    """The item of an index that says what is meant of an axis, and the first axis that it is for."""
     start = 0
     for item in items:
         width = item.dim() if _is_mask(item) else int(item is not None)
         if start <= dim < start + width:
-            return not _is_mask(item) and not (isinstance(item, slice) and item == _WHOLE)
+            return item, start
         start += width
-    return False
+    return None, start
+
+
+def _cuts(items: list[Any], dim: int) -> bool:
+    """Whether an index picks rows of an axis by their numbers; a mask goes through the rows of each sample."""
+    item, _ = _at(items, dim)
+    return item is not None and not _is_mask(item) and not (isinstance(item, slice) and item == _WHOLE)
 
 
 def _along_target(target: Tensor, items: list[Any], where: BatchAxis, tensor: Tensor) -> BatchAxis | None:
     """The axis of a target along which it holds the samples, or that of a mask that lies over it; else None."""
+    item, start = _at(items, where.dim)
     if tensor is target:
         return where
-    start = 0
-    for item in items:
-        width = item.dim() if _is_mask(item) else int(item is not None)
-        if item is tensor and _is_mask(item) and start <= where.dim < start + width:
-            return where.moved(where.dim - start)
-        start += width
-    return None
+    return where.moved(where.dim - start) if item is tensor and _is_mask(item) else None
 
 
 def _along_mask(items: list[Any], marks: Sequence[Mark]) -> BatchAxis | None:

@@ -82,8 +82,7 @@ def follow_jagged(call: ObservedCall) -> Followed:
     apart = all(isinstance(axis, BatchAxis) and axis.same_place(BatchAxis(0)) for axis in places) and not others
     fit = all(each.dim() > 0 and each.size(0) == size for each in call.outputs)
     if apart and fit and (all(each.is_nested for each in call.outputs) or _is_over_axes(call)):
-        mixing = next((axis.mixing for axis in places if isinstance(axis, BatchAxis) and axis.mixing), None)
-        return keep(call, BatchAxis(0, mixing=mixing))
+        return keep(call, BatchAxis(0, mixing=call.mixing))
     instead = "give it values() of a jagged one, or a padded one"
     return lost(call, f"works on tensors that are nested, sparse or wrapped; {instead}", mixes=None)
 

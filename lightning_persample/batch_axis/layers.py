@@ -246,7 +246,7 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
     apart = len(places) == 2 and (places[0].dim != places[1].dim or not places[0].same_layout(places[1]))
     if apart and call.batch_size > 1:
         return lost(call, _MEET, mixes=True)
-    place = replace(places[0], mixing=next((p.mixing for p in places if p.mixing), None))
+    place = places[0].mixed(call.mixing)
     size = output.size(place.dim)
     behind = output.dim() - place.dim
 

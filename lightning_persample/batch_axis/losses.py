@@ -25,7 +25,6 @@ _MOST_LINES = 4096
 READ_BY_SAMPLE: set[tuple[str, int] | None] = set()
 # Lines of losses that have left out unequal numbers of targets, so that those of each of their calls are read first.
 LEAVES_OUT: set[tuple[str, int] | None] = set()
-_ALONG_CLASSES = "compares entries along the batch axis"
 
 
 @propagation_rule("loss")
@@ -34,7 +33,7 @@ def _follow_loss(call: ObservedCall) -> Followed:
     weights = _class_weights(call)
     if weights is not None and call.axis_of(weights) is not None:
         return _weighed_by_the_batch(call, weights)
-    by_entry = _by_class(call) if call.op in _CLASS_LOSSES else _by_row(call)
+    by_entry = _by_entry(call)
     (place,) = by_entry.outputs[:1]
     if not isinstance(place, BatchAxis) or any(output.dim() > 0 for output in call.outputs):
         return by_entry
@@ -133,49 +132,34 @@ def _class_weights(call: ObservedCall) -> Tensor | None:
     return weights if isinstance(weights, Tensor) else None
 
 
-def _by_class(call: ObservedCall) -> Followed:
-    """Scores (N, C, ...) with targets (N, ...), or of the scores' shape where they are probabilities."""
-    scores, target = call.argument(0, "input", "self"), call.argument(1, "target")
-    with_classes = [scores, target] if target.is_floating_point() else [scores]
-
-    def has_classes(tensor: Tensor) -> bool:
-        return any(tensor is other for other in with_classes)
-
-    if any(has_classes(tensor) and axis.dim == min(1, tensor.dim() - 1) for tensor, axis in call.located):
-        return lost(call, _ALONG_CLASSES, mixes=True)
-    met = meet(call, [axis.moved(axis.dim - (has_classes(t) and axis.dim > 1)) for t, axis in call.located])
+def _by_entry(call: ObservedCall) -> Followed:
+    """One value for each entry of the operands, without the axis over which classes lie, where they have one."""
+    if call.op not in _CLASS_LOSSES | _ROW_LOSSES:
+        return broadcast(call)
+    if any(axis.dim == _axis_of_classes(call, tensor) for tensor, axis in call.located):
+        return lost(call, "compares entries along the batch axis", mixes=True)
+    met = meet(call, [axis.moved(axis.dim - (axis.dim > _axis_of_classes(call, t))) for t, axis in call.located])
     if isinstance(met, Followed):
         return met
     place, event = met
-    sizes = {tensor.size(axis.dim) for tensor, axis in call.located}
+    sizes, weights = {tensor.size(axis.dim) for tensor, axis in call.located}, _class_weights(call)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
-        dim = place.dim + (has_classes(tensor) and place.dim > 0)
-        known = tensor is scores or tensor is target
-        along = known and call.batch_size > 1 and tensor.dim() > dim and tensor.size(dim) in sizes
+        dim = place.dim + (place.dim >= _axis_of_classes(call, tensor))
+        along = tensor is not weights and call.batch_size > 1 and tensor.dim() > dim and tensor.size(dim) in sizes
         return place.moved(dim) if along else None
 
     return Followed((place,) * len(call.outputs), aligned, event)
 
 
-def _by_row(call: ObservedCall) -> Followed:
-    """One value for each row of scores, or for each entry."""
-    if call.op not in _ROW_LOSSES:
-        return broadcast(call)
-    rank = max(operand.tensor.dim() for operand in call.operands)
-    if any(tensor.dim() == rank and axis.dim == rank - 1 for tensor, axis in call.located):
-        return lost(call, _ALONG_CLASSES, mixes=True)
-    met = meet(call, [axis for _, axis in call.located])
-    if isinstance(met, Followed):
-        return met
-    place, event = met
-    sizes = {tensor.size(axis.dim) for tensor, axis in call.located}
-
-    def aligned(tensor: Tensor) -> BatchAxis | None:
-        along = tensor.dim() > place.dim and tensor.size(place.dim) in sizes and tensor is not _class_weights(call)
-        return place if along and call.batch_size > 1 else None
-
-    return Followed((place,) * len(call.outputs), aligned, event)
+def _axis_of_classes(call: ObservedCall, tensor: Tensor) -> int:
+    """The axis of an operand over which classes lie: the second of scores (N, C, ...), the last of rows."""
+    scores, target = call.argument(0, "input", "self"), call.argument(1, "target")
+    if call.op in _ROW_LOSSES:
+        rank = max(operand.tensor.dim() for operand in call.operands)
+        return rank - 1 if tensor.dim() == rank else rank
+    has_classes = tensor is scores or (tensor is target and target.is_floating_point())
+    return min(1, tensor.dim() - 1) if has_classes else tensor.dim()
 
 
 def _entries(call: ObservedCall, place: BatchAxis) -> Entries:

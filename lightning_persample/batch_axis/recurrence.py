@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, beyond, lost, padded, propagation_rule
+from lightning_persample.batch_axis.base import Followed, beyond, keep, lost, padded, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 from lightning_persample.torch_internals import padded_length
 
@@ -41,8 +41,7 @@ def _follow_layer(call: ObservedCall) -> Followed:
     if any(where.dim != 1 for where in known):
         what = "holds the samples along axis 1 of its initial state, which is declared to hold them along another"
         return lost(call, f"{what}: call mark_samples(state, batch_dim=1) in the training step before")
-    mixing = next((where.mixing for where in (axis, *known) if where.mixing), None)
-    outputs = [replace(axis, mixing=mixing), *[replace(state, mixing=mixing)] * (len(call.outputs) - 1)]
+    outputs = [axis.mixed(call.mixing), *[state.mixed(call.mixing)] * (len(call.outputs) - 1)]
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         if tensor is data:
@@ -65,8 +64,7 @@ def _follow_cell(call: ObservedCall) -> Followed:
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if any(tensor is state for state in states) else None
 
-    mixing = next((where.mixing for _, where in located if where.mixing), None)
-    return Followed((replace(axis, mixing=mixing),) * len(call.outputs), aligned)
+    return keep(call, axis.mixed(call.mixing), aligned)
 
 
 @propagation_rule("pack")

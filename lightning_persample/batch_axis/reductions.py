@@ -17,10 +17,12 @@ from lightning_persample.batch_axis.base import (
     propagation_rule,
 )
 from lightning_persample.batch_axis.observed import ObservedCall
-from lightning_persample.batch_axis.ops import having
+from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.batch_axis.sample_weights import of_sum, with_weights
 
 _TOTALS = having("totals")
+_BEHIND_ANOTHER = ("norm", "topk", "transform")  # families that take `dim` as third argument, not as second
+_DEFAULTS = {"sort": -1, "topk": -1}  # of `dim`, where it is not all axes
 
 
 @propagation_rule("dot")
@@ -33,72 +35,44 @@ def _follow_dot(call: ObservedCall) -> Followed:
     return added_up(call, weighs=len(located) == 1 and len(call.operands) > 1)
 
 
-def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
-    tensor, axis = call.located[0]
+def _dims(call: ObservedCall) -> tuple[int, ...] | None:
+    """The axes that the call works along, non-negative; None for all."""
+    family, rank = str(OPS[call.op].family), call.located[0][0].dim()
+    dim = call.argument(2 if family in _BEHIND_ANOTHER else 1, "dim", "dims", "axis", default=_DEFAULTS.get(family))
+    if family == "transform" and dim is None:
+        sizes = call.argument(1, "s")
+        number = {"2": 2, "n": len(sizes) if isinstance(sizes, (tuple, list)) else 0}.get(str(call.op)[-1], 1)
+        dim = tuple(range(-number, 0))
+    return dims_argument(0 if call.op == "msort" else dim, rank)
+
+
+@propagation_rule("norm", by_layout=True)
+@propagation_rule("reduction", by_layout=True)
+def _follow_reduction(call: ObservedCall) -> Followed:
+    (tensor, axis), dims = call.located[0], _dims(call)
     if dims is None or axis.dim in dims:
         if call.op not in _TOTALS:
             return lost(call, "reduces over the batch axis", mixes=True)
         added = added_up(call)
         return with_weights(added, of_sum(call)) if call.compares_weights else added
-    outputs = tuple(
-        axis if output.dim() == tensor.dim() else axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
-        for output in call.outputs
-    )
-    return Followed(outputs)
-
-
-@propagation_rule("reduction", by_layout=True)
-def _follow_reduction(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    return _reduce(call, dims_argument(call.argument(1, "dim", "axis"), tensor.dim()))
+    behind = axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
+    return Followed(tuple(axis if output.dim() == tensor.dim() else behind for output in call.outputs))
 
 
 @propagation_rule("extremum", by_layout=True)
 def _follow_extremum(call: ObservedCall) -> Followed:
-    if isinstance(call.argument(1, "other"), Tensor):
-        return broadcast(call)
-    return _follow_reduction(call)
-
-
-@propagation_rule("norm", by_layout=True)
-def _follow_norm(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    return _reduce(call, dims_argument(call.argument(2, "dim"), tensor.dim()))
-
-
-def _along(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
-    _, axis = call.located[0]
-    if dims is None or axis.dim in dims:
-        return lost(call, "works along the batch axis", mixes=True)
-    return keep(call, axis)
+    return broadcast(call) if isinstance(call.argument(1, "other"), Tensor) else _follow_reduction(call)
 
 
 @propagation_rule("scan", by_layout=True)
-def _follow_scan(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    return _along(call, dims_argument(call.argument(1, "dim", "dims"), tensor.dim()))
-
-
 @propagation_rule("sort", by_layout=True)
-def _follow_sort(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    dim = call.argument(1, "dim", default=0 if call.op == "msort" else -1)
-    return _along(call, dims_argument(dim, tensor.dim()))
-
-
 @propagation_rule("topk", by_layout=True)
-def _follow_topk(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
-
-
 @propagation_rule("transform", by_layout=True)
-def _follow_transform(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    sizes = call.argument(1, "s")
-    number = {"2": 2, "n": len(sizes) if isinstance(sizes, (tuple, list)) else 0}.get(str(call.op)[-1], 1)
-    dim = call.argument(2, "dim")
-    return _along(call, dims_argument(tuple(range(-number, 0)) if dim is None else dim, tensor.dim()))
+def _follow_scan(call: ObservedCall) -> Followed:
+    (_, axis), dims = call.located[0], _dims(call)
+    if dims is None or axis.dim in dims:
+        return lost(call, "works along the batch axis", mixes=True)
+    return keep(call, axis)
 
 
 @propagation_rule("list")

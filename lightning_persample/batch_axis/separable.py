@@ -177,7 +177,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     if key in _NO_SUM:
         return None
     try:
-        with generators_kept(_cuda_devices(computed)), without_autocast(kind):
+        with generators_kept(root.values for root in computed.roots), without_autocast(kind):
             number = _Number(computed, call.batch_size)
             found = number.as_a_sum(splits=1 if key in _SUMS else None)
     except Exception:  # whatever a function of the user's raises with other values
@@ -201,7 +201,7 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
     """What is known of a number computed from one that is a sum over the samples: a multiple of it, or None."""
     number = computed.roots[0].values
     try:
-        with torch.no_grad(), generators_kept(_cuda_devices(computed)):
+        with torch.no_grad(), generators_kept([number]):
             at = [float(computed.run([number * (1 + step * _NEAR)], False)) for step in (0, -2, -1, 1, 2)]
     except Exception:  # whatever a function of the user's raises with other values
         return None
@@ -393,7 +393,3 @@ def _gradients(computed: Computed, values: Sequence[Tensor], alone: bool = False
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _cuda_devices(computed: Computed) -> list[torch.device]:
-    return list({root.values.device for root in computed.roots if root.values.device.type == "cuda"})

@@ -139,7 +139,6 @@ def _follow_joined(call: ObservedCall) -> Followed:
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
     if call.op in ("vstack", "row_stack") and first.dim() < 2:
         return lost(call, "stacks tensors of one axis")
-    mixing = next((other.mixing for _, other in located if other.mixing), None)
     if call.op != "stack" and dim == axis.dim:
         places = {id(o.tensor): _of_each(call, o.tensor, dim) for o in call.operands if o.axis is None}
         places |= {id(tensor): place for tensor, place in located}
@@ -148,7 +147,7 @@ def _follow_joined(call: ObservedCall) -> Followed:
             return lost(call, "puts rows of the batch beside rows that belong to no sample")
         owners = torch.cat([row_owners(place, call.batch_size, first.device) for place in found])
         laid = {key: place for key, place in places.items() if place is not None and place.entries(call.batch_size)}
-        joined = keep(call, picked(dim, owners, call.batch_size, mixing), lambda tensor: laid.get(id(tensor)))
+        joined = keep(call, picked(dim, owners, call.batch_size, call.mixing), lambda tensor: laid.get(id(tensor)))
         return replace(joined, by_values=len(located) < len(found))
     if any(not other.same_layout(axis) for _, other in located):
         return lost(call, "meets two tensors of the batch that order their samples differently", mixes=None)
@@ -158,7 +157,7 @@ def _follow_joined(call: ObservedCall) -> Followed:
         return axis if tensor.dim() > axis.dim and tensor.size(axis.dim) == size and call.batch_size > 1 else None
 
     moved = axis.dim + (call.op == "stack" and dim <= axis.dim)
-    return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
+    return keep(call, axis.moved(moved).mixed(call.mixing), aligned)
 
 
 @propagation_rule("padded")

@@ -79,7 +79,7 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int, laid: bool) -> tupl
         return one_entry(leaf, where, call.batch_size, entry).detach()
 
     try:
-        with torch.no_grad(), generators_kept(_cuda_devices(call)):
+        with torch.no_grad(), generators_kept(operand.tensor for operand in call.operands):
             result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
     except Exception as error:  # whatever an op of the user's raises, which the reason names
         return f"cannot be followed ({type(error).__name__} on one sample alone)"
@@ -123,10 +123,6 @@ def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis, ent
 def _scale(tensor: Tensor) -> float:
     finite = tensor.abs()[torch.isfinite(tensor)]
     return float(finite.max()) if finite.numel() else 0.0
-
-
-def _cuda_devices(call: ObservedCall) -> list[torch.device]:
-    return list({o.tensor.device for o in call.operands if o.tensor.device.type == "cuda"})
 
 
 def _follow_inplace(call: ObservedCall) -> Followed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -399,7 +398,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient, row_dots: R
         return as_it_is
     one = None
     if block is not None:
-        with _generators_kept(derivation):
+        with generators_kept([derivation.value], derivation.recipe.function):
             derivation = _as_read(derivation)
             one = _of_one_row(derivation, block)
             rows = row_by_row(derivation, block) if one is None else None
@@ -425,11 +424,6 @@ def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]
         yield part.grad if type(part) is Dense else part.dense()
 
 
-def _generators_kept(derivation: Derivation) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-    return generators_kept(devices, derivation.recipe.function)
-
-
 def _pull(derivation: Derivation, cotangents: Tensor) -> Sequence[Tensor]:
     """The gradients of the parents, (b, *shape) each; from the third time on they are those of a program."""
     kind, tensors = _kind(derivation), derivation.tensors()
@@ -451,7 +445,7 @@ def _pull(derivation: Derivation, cotangents: Tensor) -> Sequence[Tensor]:
     may_note = bool(BATCHES.get(kind)) and layout not in _PROGRAMS and _may_be_noted(derivation)
     if may_note or (kind is not None and kind not in BATCHES):  # the next time it may be a program
         not_now()
-    with _generators_kept(derivation) as drawn:
+    with generators_kept([derivation.value], derivation.recipe.function) as drawn:
         if may_note:
             leaves = [derivation.leaves[place] for place in derivation.recipe.places]
             (value, *pulled), program = record(compute, [derivation.value, *leaves, cotangents], by_kernels=True)
@@ -616,8 +610,7 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: boo
                 " before the backward ended; change it afterwards, or change a copy of it",
             )
         made = _as_read(parent.derivation, for_value=True)
-        devices = [leaf.device] if leaf.is_cuda else []
-        with generators_kept(devices, made.recipe.function):
+        with generators_kept([leaf], made.recipe.function):
             leaves[place] = made.compute(*made.inputs)
     return replace(derivation, leaves=tuple(leaves))
 

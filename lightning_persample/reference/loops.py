@@ -138,8 +138,7 @@ def _check_last(
     over_samples: Callable[..., Any], parameters: dict[str, Tensor], last: list[Tensor], grads: dict[str, Tensor]
 ) -> None:
     """The last sample is run alone, too: a batching rule of torch may be wrong (that of the backward of `cdist` is)."""
-    devices = [row.device for row in last[:1] if row.is_cuda]
-    with generators_kept(devices) as drawn:
+    with generators_kept(last[:1]) as drawn:
         alone, _ = over_samples(parameters, *last)
         if drawn():
             return  # other random numbers, another gradient

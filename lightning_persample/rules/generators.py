@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,8 +58,9 @@ def other_generators_kept(function: object = None) -> Iterator[Callable[[], bool
 
 
 @contextmanager
-def generators_kept(devices: Sequence[torch.device], function: object = None) -> Iterator[Callable[[], bool]]:
-    """As `other_generators_kept`, with torch's generators: that of the host and those of some CUDA devices."""
+def generators_kept(tensors: Iterable[Tensor], function: object = None) -> Iterator[Callable[[], bool]]:
+    """As `other_generators_kept`, with torch's generators: that of the host and those of the tensors' devices."""
+    devices = [*{tensor.device for tensor in tensors if tensor.is_cuda}]
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

@@ -101,8 +101,7 @@ def _one_after_another(
 ) -> dict[int, Tensor]:
     """The slow way, for an op that torch cannot run on samples in a batch (a mask decides its sizes)."""
     found = []
-    devices = [cotangents[0].device] if cotangents[0].is_cuda else []
-    with torch.no_grad(), generators_kept(devices) as drawn:
+    with torch.no_grad(), generators_kept(cotangents[:1]) as drawn:
         for sample in range(len(cotangents[0])):
             values = {leaf: value[sample] for leaf, value in sample_leaves.items()}
             try:
