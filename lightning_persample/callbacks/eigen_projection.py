@@ -24,7 +24,7 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
 from lightning_persample.influence.dataset import load_values, save_values
-from lightning_persample.influence.logra import LOGRA_DAMPING
+from lightning_persample.influence.influence_functions import LOGRA_DAMPING
 
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_persample.capture.failure import FAULT, fault_of, stop
 from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.mode import expanded_weights
-from lightning_persample.capture.parameters import default_tolerance
+from lightning_persample.capture.parameters import computed_in, default_tolerance
 from lightning_persample.capture.record import ROWS_MADE, PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.options import CaptureOptions
@@ -83,12 +83,6 @@ class Sums:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         where = f"{', '.join(listed)}{more}"
         return f"The gradients of the samples do not add up to {compared}; they are off for {where}. {causes}"
-
-
-def computed_in(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
-    """The dtypes that gradients of these parameters are computed in, that of autocast included."""
-    dtypes = {parameter.dtype for parameter in parameters}
-    return dtypes | ({torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set())
 
 
 class SumCheck:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout, with_kinds_of
 from lightning_persample.callbacks.lightning_internals import loss_scale, replaced
-from lightning_persample.callbacks.observed_step import SampleChoice, Sums, computed_in
+from lightning_persample.callbacks.observed_step import SampleChoice, Sums
 from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.observing import without_compilation
-from lightning_persample.capture.parameters import is_sharded
+from lightning_persample.capture.parameters import computed_in, is_sharded
 from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord, warn_user
 from lightning_persample.capture.values import samples_with_values
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, VerificationError, of_user

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -192,6 +192,12 @@ def _state(grad: Tensor | None) -> object:
     """What changes with every gradient that is written or added."""
     local = local_part(grad)
     return None if local is None else (id(local), version_counter(local))
+
+
+def computed_in(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
+    """The dtypes that gradients of these parameters are computed in, that of autocast included."""
+    dtypes = {parameter.dtype for parameter in parameters}
+    return dtypes | ({torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set())
 
 
 def default_tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:

@@ -1,10 +1,9 @@
 """Data influence: the ledger of a training run, stores of per-sample gradients, and scores of the samples."""
 
 from lightning_persample.influence.datamodeling import linear_datamodeling_score
-from lightning_persample.influence.ekfac import ekfac
+from lightning_persample.influence.influence_functions import ekfac, logra
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
-from lightning_persample.influence.logra import logra
 from lightning_persample.influence.products import ScoreOptions
 from lightning_persample.influence.report import report
 from lightning_persample.influence.scores import (

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.norms import as_real
+from lightning_persample.gradients.precision import accumulation_dtype
 from lightning_persample.influence.products import (
     Products,
     ScoreOptions,
@@ -82,7 +83,7 @@ def adam_direction(
     if t < 1:
         raise OptionError(f"step={step!r} is not allowed: pass the number of steps behind the state, 0 or more")
     beta1, beta2 = betas
-    dtype = torch.promote_types(torch.promote_types(grads.dtype, exp_avg.dtype), torch.float32)
+    dtype = accumulation_dtype(grads, exp_avg)
     grads, exp_avg, exp_avg_sq = (tensor.to(grads.device, dtype) for tensor in (grads, exp_avg, exp_avg_sq))
     first = exp_avg * beta1 + grads * (1 - beta1)
     second = exp_avg_sq * beta2 + grads.square() * (1 - beta2)

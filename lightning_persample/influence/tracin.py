@@ -13,8 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.influence.ekfac import EKFAC_DAMPING, check_eigenbasis, ekfac_terms
-from lightning_persample.influence.logra import LOGRA_DAMPING, logra_terms
+from lightning_persample.influence.influence_functions import EKFAC_DAMPING, LOGRA_DAMPING, ekfac_terms, logra_terms
 from lightning_persample.influence.products import (
     Between,
     Products,
@@ -327,8 +326,6 @@ def _preconditioned(store: Any, score: str, damping: float | None, **others: Any
     terms, default = _PRECONDITIONED[score]
     damping = default if damping is None else damping
     checked_damping(damping, False, above_zero=True)
-    if score == "ekfac":
-        check_eigenbasis(store)
     store, _ = given_gradients(store, store, score)
     aligned = align(store, store, why_one="take self_influence(store.at(checkpoint), score=...) of one")
     ((rows, _),) = aligned.pairs

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import combinations
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +21,9 @@ from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.errors import OptionError, PerSampleError, RuleRegistrationError, UnsupportedError
 from lightning_persample.gradients import Dense, SampleGradient
+from lightning_persample.gradients.precision import accumulation_dtype
 from lightning_persample.options import check_option, check_options, is_none_or_positive
+from lightning_persample.reference.loops import loop_per_sample_grads
 from lightning_persample.reference.verify import table
 from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_name, watched
 from lightning_persample.rules.elementwise import align_rank
@@ -44,13 +46,9 @@ class _Samples:
         """Number of samples B."""
         return next(iter(self.inputs.values())).shape[0]
 
-    def sample(self, number: int) -> dict[str, Tensor]:
-        """The batched arguments with which a loop calls the op for one sample."""
-        return {name: tensor[number] for name, tensor in self.inputs.items()}
-
-    def whole(self) -> dict[str, Tensor]:
-        """The batched arguments of the call with all samples."""
-        return {name: _along(tensor, self.dim) for name, tensor in self.inputs.items()}
+    def taken(self, samples: slice = slice(None)) -> dict[str, Tensor]:
+        """The batched arguments of the call with some samples."""
+        return {name: _along(tensor[samples], self.dim) for name, tensor in self.inputs.items()}
 
 
 def _cut(tensor: Tensor, dim: int, rows: int) -> Tensor:
@@ -67,7 +65,7 @@ def _along(samples: Tensor, dim: int) -> Tensor:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest error of a sample, ``max_i ||found[i] - expected[i]|| / ||expected[i]||``."""
     # found (B, *shape), expected (B, *shape)
-    wide = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
+    wide = accumulation_dtype(found, expected)
     one, two = found.to(wide).reshape(found.shape[0], -1), expected.to(wide).reshape(expected.shape[0], -1)
     if not bool(one.isfinite().all() & two.isfinite().all()):
         return float("nan")
@@ -115,18 +113,32 @@ class _ExampleCall:
 
         return list(tensors_in(self.op(*tree_map(choose, self.args), **tree_map(choose, dict(self.kwargs)))))
 
-    def leaves(self) -> dict[str, Tensor]:
-        """Copies of the weights that need a gradient."""
-        return {name: self.named[name].detach().clone().requires_grad_() for name in self.weights}
+    def module(self) -> nn.Module:
+        """A module whose parameters are copies of the weights, in their order."""
+        return nn.ParameterDict({f"weight{n}": self.named[name].clone() for n, name in enumerate(self.weights)})
+
+    def outputs(self, module: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """The outputs with a gradient, of the op on batched arguments and the weights of such a module."""
+        values = {**inputs, **dict(zip(self.weights, module.parameters(), strict=True))}
+        return [output for output in self.run(values) if output.requires_grad]
+
+    def loss(
+        self, samples: _Samples, module: nn.Module, inputs: Mapping[str, Tensor], grads: Sequence[Tensor]
+    ) -> Tensor:
+        """The loss of some of the samples whose gradient by each output is `grads`."""
+        outputs = self.outputs(module, replace(samples, inputs=inputs).taken())
+        cut = zip(outputs, grads, samples.output_dims, strict=True)
+        terms = [(output * _along(grad, dim).conj()).sum() for output, grad, dim in cut]
+        return torch.stack([term.real if term.is_complex() else term for term in terms]).sum()
 
     def laid_out(self, text: str, dim: int, inputs: Mapping[str, Tensor], fallback: Sequence[int] = ()) -> _Samples:
         """Samples in one layout, with random gradients for the outputs."""
         samples = _Samples(text, dim, inputs)
         name = op_name(self.rule.op)
         with self._explained(f"on {text}"):
-            whole = self._differentiable(samples.whole())
-            again = self._differentiable(samples.whole())
-            alone = [self._differentiable(samples.sample(number)) for number in range(samples.count)]
+            whole = self._differentiable(samples.taken())
+            again = self._differentiable(samples.taken())
+            alone = [self._differentiable(samples.taken(slice(n, n + 1))) for n in range(samples.count)]
         if not whole:
             raise UnsupportedError(
                 f"no output of {name!r} has a gradient with respect to {', '.join(self.weights)}: an op needs a "
@@ -159,26 +171,19 @@ class _ExampleCall:
 
     def loop(self, samples: _Samples) -> dict[str, Tensor]:
         """The gradients by autograd through the op itself, one sample after the other."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in self.weights}
-        for number in range(samples.count):
-            weights = self.leaves()
-            found: list[Tensor | None] = []
-            with self._explained("and its backward on one sample alone"), torch.enable_grad():
-                outputs = [output for output in self.run({**samples.sample(number), **weights}) if output.requires_grad]
-                grads = [grad[number] for grad in samples.output_grads]
-                found += torch.autograd.grad(outputs, list(weights.values()), grads, allow_unused=True)
-            for (name, weight), grad in zip(weights.items(), found, strict=True):
-                rows[name].append(torch.zeros_like(weight) if grad is None else grad.detach().to_dense())
-        return {name: torch.stack(row) for name, row in rows.items()}
+        with self._explained("and its backward on one sample alone"):
+            loss = partial(self.loss, samples)
+            _, grads = loop_per_sample_grads(self.module(), loss, samples.inputs, samples.output_grads)
+        return dict(zip(self.weights, grads.values(), strict=True))
 
     def _differentiable(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         with torch.enable_grad():
-            outputs = self.run({**{name: tensor.clone() for name, tensor in inputs.items()}, **self.leaves()})
-        return [output.detach() for output in outputs if output.requires_grad]
+            outputs = self.outputs(self.module(), {name: tensor.clone() for name, tensor in inputs.items()})
+        return [output.detach() for output in outputs]
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        dtype = next(iter(self.leaves().values())).dtype
+        dtype = self.named[self.weights[0]].dtype
         try:
             yield
         except Exception as error:  # whatever the user's op raises
@@ -577,37 +582,28 @@ class _Check:
         """Call the op inside `expanded_weights` and compare the record."""
         example, rule, text = self.example, self.example.rule, f"expanded_weights, {samples.text}"
         expected = example.loop(samples)
-        module, called = nn.Module(), []
-        for place, weight in enumerate(example.leaves().values()):
-            module.register_parameter(f"weight{place}", nn.Parameter(weight.detach()))
-        names = {name: f"weight{place}" for place, name in enumerate(example.weights)}
+        module, called = example.module(), list[int]()
+        names = dict(zip(example.weights, dict(module.named_parameters()), strict=True))
 
         @wraps(rule.function)
         def counted(call: Call, grad_output: Any) -> Mapping[str, SampleGradient]:
             called.append(call.batch_size)
             return rule.function(call, grad_output)
 
-        inputs = {name: tensor.clone() for name, tensor in samples.inputs.items()}
+        batch = {name: tensor.clone() for name, tensor in samples.inputs.items()}, samples.output_grads
         try:
             with (
                 watched(rule, counted),
                 torch.enable_grad(),
                 expanded_weights(
                     module,
-                    (inputs, samples.output_grads),
+                    batch,
                     loss_reduction="sum",
                     quantities=("sq_norm", "grad_sample"),
                     unsupported="ignore",
                 ) as capture,
             ):
-                values = {name: _along(tensor, samples.dim) for name, tensor in inputs.items()}
-                values |= {name: module.get_parameter(own) for name, own in names.items()}
-                outputs = [output for output in example.run(values) if output.requires_grad]
-                terms = [
-                    (output * _along(grad, dim).conj()).sum()
-                    for output, grad, dim in zip(outputs, samples.output_grads, samples.output_dims, strict=True)
-                ]
-                torch.stack([term.real if term.is_complex() else term for term in terms]).sum().backward()
+                example.loss(samples, module, *batch).backward()
             record = capture.record
         except Exception as error:  # whatever the user's op and rule raise, which the report names
             reason = _raised(error)
@@ -630,9 +626,8 @@ class _Check:
             ops[canonical_op(function)] = None
             return function(*args, **kwargs)
 
-        leaves = self.example.leaves()
         with ObservingMode(note).active():
-            self.example.run(leaves)
+            self.example.outputs(self.example.module(), {})
         if self.example.rule.op in ops:
             return (
                 "the rule is never asked, although torch shows the call: the op was called in a way that `arguments`, "

@@ -22,10 +22,11 @@ from lightning_persample.batch_axis.ops import having
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.observing import ObservingMode, decomposed, is_composite
-from lightning_persample.capture.parameters import default_tolerance, unwrapped
+from lightning_persample.capture.parameters import computed_in, default_tolerance, unwrapped
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.gradients.norms import as_rows
+from lightning_persample.gradients.precision import accumulation_dtype
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
 from lightning_persample.reference.samples import (
     NOT_REENTRANT,
@@ -313,7 +314,8 @@ def check_per_sample_gradients(
     check_options(loss_reduction=loss_reduction, batch_dim=batch_dim, batch_size=batch_size, batch_layout=batch_layout)
     check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
     trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
-    allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
+    device = next((parameter.device for parameter in trainable.values()), torch.device("cpu"))
+    allowed = default_tolerance(computed_in(trainable.values(), device), device) if tolerance is None else tolerance
     other_axes = _other_axes([tensor for _, tensor in batch_tensors(batch)], batch_dim)
     try:
         size = read_batch_size(batch, batch_dim, batch_layout) if batch_size is None else batch_size
@@ -498,7 +500,7 @@ def _compare(
 ) -> tuple[ParameterCheck, ...]:
     taken = slice(None) if record.samples is None else record.samples
     both = {
-        name: (as_rows(_wide(record.grad_samples[name])), as_rows(_wide(rows[taken])))
+        name: tuple(as_rows(each.to(accumulation_dtype(each))) for each in (record.grad_samples[name], rows[taken]))
         for name, rows in loop.items()
         if name in record.grad_samples
     }
@@ -572,18 +574,6 @@ def _checked_loss(outputs: Any) -> Tensor:
         f"loss_fn returned {found}, but it must return the loss of the batch: a tensor with one entry that needs "
         "gradient, or a mapping that holds it as 'loss'"
     )
-
-
-def _tolerance(parameters: list[nn.Parameter]) -> float:
-    device = parameters[0].device if parameters else torch.device("cpu")
-    dtypes = {parameter.dtype for parameter in parameters}
-    if torch.is_autocast_enabled(device.type):
-        dtypes.add(torch.get_autocast_dtype(device.type))
-    return default_tolerance(dtypes, device)
-
-
-def _wide(rows: Tensor) -> Tensor:
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _other_axes(tensors: list[Tensor], batch_dim: int) -> str:
