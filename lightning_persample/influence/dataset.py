@@ -53,6 +53,7 @@ _BROKEN = (
     ValueError,
     EOFError,
     LookupError,
+    OverflowError,
     TypeError,
     AttributeError,
     OSError,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial as partial_of
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,13 +78,10 @@ class Ledger(Dataset[Manifest]):
     def read(self, part: Part, columns: Collection[str] | None = None) -> Any:
         """The rows of a part, as a ``pyarrow.Table``; of the columns those that it has, or all."""
         options = {"page_checksum_verification": True, "pre_buffer": False}
-        with broken_files_named(part.path):
-            _check_footer(part.path, partial_of(self.checksum, part))
-            # A file that is opened here takes half the time of a path, for which pyarrow looks for a file system.
-            with (
-                arrow().OSFile(os.fspath(part.path)) as source,
-                arrow("parquet").ParquetFile(source, **options) as file,
-            ):
+        # A file that is opened here takes half the time of a path, for which pyarrow looks for a file system.
+        with broken_files_named(part.path), arrow().OSFile(os.fspath(part.path)) as source:
+            _check_footer(source, partial_of(self.checksum, part))
+            with arrow("parquet").ParquetFile(source, **options) as file:
                 there = file.schema_arrow.names
                 names = None if columns is None else [name for name in there if name in columns]
                 return file.read(names, use_threads=False)
@@ -159,17 +155,16 @@ def _footer_bytes(end: bytes | memoryview) -> int:
     return int.from_bytes(end[:4], "little") + 8
 
 
-def _check_footer(path: Path, checksum: Callable[[bytes], bytes]) -> None:
+def _check_footer(file: Any, checksum: Callable[[bytes], bytes]) -> None:
     """Compare the checksum of a file's footer: names and types of columns, numbers and places of rows."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - 8))
-        length = _footer_bytes(file.read())
-        if length + 4 > size:
-            raise ValueError(f"it has no footer of {length} bytes")
-        file.seek(size - length - 4)
-        if file.read(4) != checksum(file.read()):
-            raise ValueError("the checksum of the footer is another one")
+    file.seek(max(0, file.size() - 8))
+    length = _footer_bytes(file.read())
+    if length + 4 > file.size():
+        raise ValueError(f"it has no footer of {length} bytes")
+    file.seek(file.size() - length - 4)
+    if file.read(4) != checksum(file.read()):
+        raise ValueError("the checksum of the footer is another one")
+    file.seek(0)
 
 
 def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:

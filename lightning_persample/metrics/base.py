@@ -24,7 +24,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 def as_vector(value: Tensor, name: str, device: torch.device | None = None, size: int | None = None) -> Tensor:
     """One number for each sample, without graph, in the accumulation dtype."""
-    _check_tensor(value, name, device)
+    check_tensor(value, name, device)
     if value.dim() != 1:
         raise OptionError(f"{name} has shape {tuple(value.shape)}; one number for each sample, shape (n,), is needed")
     if size is not None and value.numel() != size:
@@ -35,7 +35,7 @@ def as_vector(value: Tensor, name: str, device: torch.device | None = None, size
 def as_scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
     """One number as a tensor without axes, without graph, in the accumulation dtype."""
     if isinstance(value, Tensor):
-        _check_tensor(value, name, device)
+        check_tensor(value, name, device)
         if value.numel() != 1:
             raise OptionError(f"{name} has shape {tuple(value.shape)}; one number for the whole batch is needed")
         return value.detach().reshape(()).to(accumulation_dtype(device))
@@ -64,7 +64,8 @@ def check_count(value: int) -> None:
         raise OptionError(f"count is {value!r}; the number of samples in the sums is needed")
 
 
-def _check_tensor(value: object, name: str, device: torch.device | None) -> None:
+def check_tensor(value: object, name: str, device: torch.device | None) -> None:
+    """Refuse what is no tensor of floats, or lies on another device."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise OptionError(f"{name} is of type {kind}; a tensor of a floating dtype is needed")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics.base import PerSampleMetric, accumulation_dtype, check_count
+from lightning_persample.metrics.base import PerSampleMetric, accumulation_dtype, check_count, check_tensor
 from lightning_persample.metrics.functional import ratio_of_sums
 
 
@@ -134,11 +134,7 @@ class GradientSignalToNoise(PerSampleMetric):
                     f"{argument}[{name!r}] has shape {tuple(value.shape)} and dtype {value.dtype}; the parameter has "
                     f"shape {tuple(shape)}, and a floating dtype is needed"
                 )
-            if value.device != self.device:
-                raise OptionError(
-                    f"{argument}[{name!r}] is on {value.device}, the metric on {self.device}; move it with "
-                    f"metric.to('{value.device}')"
-                )
+            check_tensor(value, f"{argument}[{name!r}]", self.device)
         dtype = accumulation_dtype(self.device)
         return torch.cat([given[name].detach().flatten().to(dtype) for name in self._shapes])
 

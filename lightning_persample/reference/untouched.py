@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from functools import partial
 from types import MemberDescriptorType
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,7 +68,6 @@ class ModuleState:
                 f"parameter `{lazy[0]}` is not initialized yet, and running the module again would create it; run one "
                 "batch through the module first"
             )
-        self._numpy: Any = sys.modules.get("numpy")
         package = _package_of(type(module))
         self._package = None if package in _NOT_THE_USERS else package
         self.holds_graph = False  # whether a tensor in it is part of a graph, and is not put back
@@ -100,16 +99,14 @@ class ModuleState:
             return
         if isinstance(value, Tensor):
             self._take_tensor(value)
-        elif isinstance(value, torch.Generator):
+        elif isinstance(value, torch.Generator | np.random.RandomState):
             self._keep_random_state(value.get_state, value.set_state)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # (it has no state)
             self._keep_random_state(value.getstate, value.setstate)
-        elif self._numpy is not None and isinstance(value, self._numpy.random.RandomState):
-            self._keep_random_state(value.get_state, value.set_state)
-        elif self._numpy is not None and isinstance(value, self._numpy.random.Generator):
+        elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            self._keep_random_state(lambda: bits.state, lambda state: setattr(bits, "state", state))
-        elif self._numpy is not None and isinstance(value, self._numpy.ndarray):
+            self._keep_random_state(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+        elif isinstance(value, np.ndarray):
             self._take_array(value)
         elif isinstance(value, nn.Module):
             self._take_container(value, value.__dict__, dict)
@@ -182,12 +179,7 @@ class ModuleState:
         if array.nbytes > _LARGEST_KEPT or not array.flags.writeable:
             return
         self._seen[id(array)] = array
-        value = array.copy()
-
-        def put_back() -> None:
-            array[...] = value
-
-        self._put_back.append(put_back)
+        self._put_back.append(partial(np.copyto, array, array.copy()))
 
     def _keep_random_state(self, get: Callable[..., Any], put_back: Callable[..., Any], *device: Any) -> None:
         before = get(*device)
@@ -200,8 +192,7 @@ class ModuleState:
                 generators = torch.get_device_module(device)
                 self._keep_random_state(generators.get_rng_state, generators.set_rng_state, device)
         self._keep_random_state(random.getstate, random.setstate)
-        if self._numpy is not None:
-            self._keep_random_state(self._numpy.random.get_state, self._numpy.random.set_state)
+        self._keep_random_state(np.random.get_state, np.random.set_state)
 
 
 def _is_same(state: Any, other: Any) -> bool:

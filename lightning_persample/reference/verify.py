@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -422,8 +422,7 @@ class _Check:
         for seed in (1, 2):
             torch.manual_seed(seed)
             random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed)
+            np.random.seed(seed)
             with drawing():
                 losses.append(loss_of(self.step(batch)).detach())
             state.restore()
