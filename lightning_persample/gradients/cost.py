@@ -252,9 +252,11 @@ class PatchSizes:
 
     @property
     def unpadded(self) -> int:
-        """How many of the positions that are read are no padding, where the input ends with them."""
-        axes = zip(self.geometry.extent(self.out_size), self.geometry.padding, strict=True)
-        return self.rows * prod(max(size - before - after, 0) for size, (before, after) in axes)
+        """How many of the positions that are read are no padding, at most."""
+        geometry = self.geometry
+        axes = zip(geometry.extent(self.out_size), geometry.padding, geometry.stride, strict=True)
+        sizes = (end - before - max(after - step + 1, 0) for end, (before, after), step in axes)
+        return self.rows * prod(max(size, 0) for size in sizes)
 
     @property
     def frequencies(self) -> int:
@@ -286,8 +288,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     # `dense` says that the gradient itself is asked for, which Gram kernels cannot give; at least one way is there. Of
     # T positions of the output, P positions of the padded input that are read, K kernel offsets (K_a along axis a), C
     # input channels, O output channels and G groups:
-    # - "autocorrelation" P^2 (C + O) for the Gram matrices of input and output gradient (T^2 O with a stride), and
-    #   P^2 G numbers added sum_a (K_a - 1) times;
+    # - "autocorrelation" n^2 C + T^2 O for the Gram matrices of input (of n positions without padding) and output
+    #   gradient, and P^2 G numbers padded, and added sum_a (K_a - 1) times;
     # - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
     # - "unfolded" T C K numbers unfolded, T C K O / G;
     # - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
@@ -322,10 +324,10 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     if on_cpu or groups > 1:
         costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
     if not dense and item_size * 3 * read**2 * groups <= budget:
-        shifted = _ELEMENTWISE * read**2 * groups * (sum(kernel_size) - len(kernel_size))
-        met = read if set(geometry.stride) == {1} else positions
-        each = _ELEMENTWISE if met == read else _PICKED
-        costs["autocorrelation"] = read**2 * channels + shifted + met**2 * (outputs + each * groups)
+        written = (sizes.unpadded < read) + sum(kernel_size) - len(kernel_size)
+        each = _ELEMENTWISE if set(geometry.stride) == {1} else _PICKED
+        gram = sizes.unpadded**2 * channels + _ELEMENTWISE * read**2 * groups * written
+        costs["autocorrelation"] = gram + positions**2 * (outputs + each * groups)
     if not dense and item_size * (2 * positions**2 * groups + sizes.unfolded) <= budget:
         gram = positions**2 * (outputs + _ELEMENTWISE * groups)
         costs["unfolded gram"] = unfold + positions**2 * channels * offsets + gram

@@ -37,6 +37,11 @@ class Rows:
         return tuple(self.grad_out.shape[3:])
 
     @cached_property
+    def extent(self) -> tuple[int, ...]:
+        """Number of padded input positions that are read along each spatial axis."""
+        return self.geometry.extent(self.out_size)
+
+    @cached_property
     def group_shape(self) -> tuple[int, int]:
         """(b G, T)."""
         b, k = self.grad_out.shape[:2]
@@ -61,15 +66,27 @@ class Rows:
         groups, positions = self.group_shape
         return self.grad_out.transpose(1, 2).reshape(groups, self.weight_shape[0] // self.geometry.groups, positions)
 
+    def met(self) -> Tensor:
+        """The input as far as patches reach, (b, k, C, *size)."""
+        read = self.input
+        for axis, (end, (before, _)) in enumerate(zip(self.extent, self.geometry.padding, strict=True), start=3):
+            if read.shape[axis] > end - before:
+                read = read.narrow(axis, 0, max(end - before, 0))
+        return read
+
+    def padding(self, met: Tensor) -> list[int]:
+        """By how much `met` grows to the positions that are read, last axis first."""
+        pad: list[int] = []
+        for size, (first, _), end in zip(met.shape[3:], self.geometry.padding, self.extent, strict=True):
+            before = min(first, end)  # (nothing but padding before the input may be read)
+            pad[:0] = before, end - size - before
+        return pad
+
     def read(self) -> Tensor:
         """The input positions that are read, padded and cropped: (b, C, k, *extent)."""
-        extent = self.geometry.extent(self.out_size)
-        axes = list(zip(self.input.shape[3:], self.geometry.padding, extent, strict=True))
-        pad = [n for size, (before, _), end in reversed(axes) for n in (before, max(0, end - size - before))]
-        padded = torch.constant_pad_nd(self.input, pad) if any(pad) else self.input
-        for axis, end in enumerate(extent, start=3):  # (nothing but padding before the input may be read)
-            padded = padded if padded.shape[axis] == end else padded.narrow(axis, 0, end)
-        return padded.transpose(1, 2)
+        met = self.met()
+        pad = self.padding(met)
+        return (torch.constant_pad_nd(met, pad) if any(pad) else met).transpose(1, 2)
 
     def windows(self, read: Tensor) -> Tensor:
         """Every patch of (b, c, k, *extent), as a view: (b, c, *kernel, k, *out)."""
@@ -214,33 +231,27 @@ def _products_autocorrelation(rows: Rows) -> Tensor:
     # With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted
     # alike along both sides by each offset of the kernel. In memory such a shift is one of n + 1 numbers for every
     # position, so that whole matrices are added, one axis of the kernel after the other; what crosses an edge lies at
-    # no output.
-    geometry, read = rows.geometry, rows.read()
+    # no output. Padding is added to x x^T, for it takes part in no product.
+    geometry, met, k = rows.geometry, rows.met(), rows.grad_out.shape[1]
     groups, _ = rows.group_shape
-    positions = prod(read.shape[2:])
-    columns = read.reshape(groups, -1, positions)
-    gram = torch.bmm(columns.transpose(1, 2), columns).view(groups, -1)
-    strides = [prod(read.shape[axis + 1 :]) for axis in range(3, read.dim())]
-    for size, gap, stride in zip(geometry.kernel_size, geometry.dilation, strides, strict=True):
-        if size > 1:
+    size, pad = met.shape[3:], rows.padding(met)
+    columns = met.transpose(1, 2).reshape(groups, rows.weight_shape[1], k * prod(size))
+    gram = torch.bmm(columns.transpose(1, 2), columns)
+    if any(pad):
+        gram = torch.constant_pad_nd(gram.view(groups, k, *size, k, *size), [*pad, 0, 0, *pad])
+    gram = gram.view(groups, -1)
+    positions, strides = k * prod(rows.extent), [prod(rows.extent[axis + 1 :]) for axis in range(len(rows.extent))]
+    for count, gap, stride in zip(geometry.kernel_size, geometry.dilation, strides, strict=True):
+        if count > 1:
             step = gap * stride * (positions + 1)
-            length = gram.shape[1] - (size - 1) * step
+            length = gram.shape[1] - (count - 1) * step
             added = gram[:, :length] + gram[:, step : step + length]
-            for offset in range(2, size):
+            for offset in range(2, count):
                 added += gram[:, offset * step : offset * step + length]
             gram = added
-    out_size = (rows.grad_out.shape[1], *rows.out_size)
-    along = [prod(read.shape[3:]), *(step * stride for step, stride in zip(geometry.stride, strides, strict=True))]
-    if set(geometry.stride) == {1}:  # the gradient of the output in the places of the input, so that rows fit to rows
-        missing = [one for axis in reversed(range(3, read.dim())) for one in (0, read.shape[axis] - out_size[axis - 2])]
-        last = 1 + sum((size - 1) * stride for size, stride in zip(out_size, along, strict=True))
-        padded = torch.constant_pad_nd(rows.grad_out, missing) if any(missing) else rows.grad_out
-        outputs = padded.transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
-        products = torch.bmm(outputs.transpose(1, 2), outputs)
-        products *= gram.as_strided(products.shape, (gram.stride(0), positions, 1))
-        return products
-    outputs = rows.output_rows()
+    out_size, outputs = (k, *rows.out_size), rows.output_rows()
     products = torch.bmm(outputs.transpose(1, 2), outputs)
+    along = [prod(rows.extent), *(step * stride for step, stride in zip(geometry.stride, strides, strict=True))]
     picked = (gram.stride(0), *(stride * positions for stride in along), *along)
     products.view(groups, *out_size, *out_size).mul_(gram.as_strided((groups, *out_size, *out_size), picked))
     return products
@@ -256,11 +267,7 @@ def _products_unfolded(rows: Rows) -> Tensor:
 def fourier_gradients(rows: Rows) -> tuple[Tensor, Tensor]:
     """The weight gradient of a depthwise convolution up to rounding errors beside a size, (b, O, K) and (b,)."""
     # Their sum over the positions of the output is a correlation: the product of both transforms, transformed back.
-    geometry, (b, k, outputs), inputs = rows.geometry, rows.grad_out.shape[:3], rows.input
-    extent = geometry.extent(rows.out_size)
-    for axis, (end, (before, _)) in enumerate(zip(extent, geometry.padding, strict=True), start=3):
-        if inputs.shape[axis] > end - before:
-            inputs = inputs.narrow(axis, 0, max(end - before, 0))
+    geometry, (b, k, outputs), inputs = rows.geometry, rows.grad_out.shape[:3], rows.met()
     size, dtype, device = tuple(inputs.shape[3:]), inputs.dtype, inputs.device
     of_output, of_input, back = (
         kept(_transform, geometry, size, rows.out_size, part, dtype, device) for part in range(3)
