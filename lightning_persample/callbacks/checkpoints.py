@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of, replaced
 from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.influence.less import adam_direction
+from lightning_persample.influence.tracin import adam_direction
 from lightning_persample.torch_internals import COMPILED
 
 

@@ -1,9 +1,8 @@
 """Data influence: the ledger of a training run, stores of per-sample gradients, and scores of the samples."""
 
 from lightning_persample.influence.datamodeling import linear_datamodeling_score
-from lightning_persample.influence.influence_functions import ekfac, logra
+from lightning_persample.influence.influence_functions import correct_class_margin, ekfac, logra, trak
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.products import ScoreOptions
 from lightning_persample.influence.report import report
 from lightning_persample.influence.scores import (
@@ -16,8 +15,15 @@ from lightning_persample.influence.scores import (
 )
 from lightning_persample.influence.shards import StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore, check_comparable
-from lightning_persample.influence.tracin import grad_cos, grad_dot, self_influence, tracin, tracin_cp
-from lightning_persample.influence.trak import correct_class_margin, trak
+from lightning_persample.influence.tracin import (
+    adam_direction,
+    grad_cos,
+    grad_dot,
+    less,
+    self_influence,
+    tracin,
+    tracin_cp,
+)
 
 __all__ = [
     "GradientStore",
