@@ -84,29 +84,24 @@ def heat(axes: Any, edges: Array, log_edges: Array, share: Array) -> None:
     largest = np.fmax.reduce(percent, axis=0)  # of each window: some in which all are alike leave room for the others
     top = min(2 * np.nanmedian(largest), np.nanmax(largest))
     colors = matplotlib("colors").PowerNorm(0.5, 0, top)
-    mesh = axes.pcolormesh(edges, 10**log_edges, percent, norm=colors)
-    mesh.set_rasterized(True)
+    mesh = axes.pcolormesh(edges, 10**log_edges, percent, norm=colors, rasterized=True)
     axes.set(ylabel="gradient norm", yscale="log")
     _steps(axes)
     _plain(axes.yaxis)
     extend = "max" if top < np.nanmax(largest) else "neither"
-    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, label="% of the samples", extend=extend)
-    bar.outline.set_visible(False)
+    _bar(axes, mesh, label="% of the samples", extend=extend)
 
 
 def layers(axes: Any, edges: Array, names: Sequence[str], values: Array, label: str = "mean norm") -> None:
     """Values of groups of parameters in windows of steps, (groups, windows), the first group at the top."""
     positive = values[np.isfinite(values) & (values > 0)]
     colors = matplotlib("colors").LogNorm(positive.min(), positive.max()) if positive.size else None
-    mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), values, cmap="viridis", norm=colors)
-    mesh.set_rasterized(True)
+    mesh = axes.pcolormesh(edges, np.arange(len(names) + 1), values, cmap="viridis", norm=colors, rasterized=True)
     every = -(-len(names) // _MOST_NAMES)
     axes.set_yticks(np.arange(len(names))[::every] + 0.5, [_shortened(name) for name in names[::every]], fontsize=7)
     _steps(axes)
     axes.invert_yaxis()
-    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, label=label)
-    bar.outline.set_visible(False)
-    _plain(bar.ax.yaxis)
+    _plain(_bar(axes, mesh, label=label).ax.yaxis)
 
 
 def curves(axes: Any, lines: Mapping[str, tuple[Array, Array]], label: str, batch_size: float | None = None) -> None:
@@ -133,6 +128,13 @@ def points(axes: Any, x: Array, y: Array, marked: NDArray[np.bool_] | None, mark
         for color, name in ((_SECOND, _shortened(mark)), (_FIRST, f"not {_shortened(mark)}")):
             axes.scatter([], [], s=14, color=color, label=name)
         _legend(axes)
+
+
+def _bar(axes: Any, mesh: Any, **options: Any) -> Any:
+    """What the colours of a chart mean, beside it."""
+    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, **options)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def _steps(axes: Any) -> None:

@@ -335,11 +335,9 @@ class Dataset(ABC, Generic[M]):
     def absent(self, files: Mapping[int, int]) -> str:
         """Which file is not there, of as many of each process; or ""."""
         there = {(part.rank, part.counter) for part in self.parts()}
-        for rank, count in files.items():
-            for counter in range(count):
-                if (rank, counter) not in there:
-                    return f"file {counter} of process {rank}, which had written {count} when the checkpoint was saved"
-        return ""
+        absent = ((rank, n, count) for rank, count in files.items() for n in range(count) if (rank, n) not in there)
+        text = "file {1} of process {0}, which had written {2} when the checkpoint was saved"
+        return next((text.format(*each) for each in absent), "")
 
     def lacking(self, manifest: M, there: int | None = None) -> str:
         """Which of the rows that complete it are not there; or ""."""

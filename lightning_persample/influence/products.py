@@ -430,13 +430,10 @@ class Products:
         """For one of the three things that are held at a time."""
         return _BLOCK_BYTES if self.max_memory is None else self.max_memory // (3 * self._share)
 
-    def _row_bytes(self, store: GradientStore) -> int:
-        """Of a row as it is stored, and twice as it is computed with."""
-        return store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 2 * self.dtype.itemsize)
-
     def blocks(self, store: GradientStore) -> Iterator[tuple[Tensor, Tensor]]:
         """Places and values of rows, each block in a third of the memory: with the one before it, or with a copy."""
-        row, size = self._row_bytes(store), None
+        size = None
+        row = store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 2 * self.dtype.itemsize)  # as in blocks
         if self.max_memory is not None:
             size = self._bytes
             if size < row:

@@ -21,10 +21,11 @@ from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.errors import OptionError, PerSampleError, RuleRegistrationError, UnsupportedError
 from lightning_persample.gradients import Dense, SampleGradient
+from lightning_persample.gradients.norms import as_rows
 from lightning_persample.gradients.precision import accumulation_dtype
 from lightning_persample.options import check_option, check_options, is_none_or_positive
 from lightning_persample.reference.loops import loop_per_sample_grads
-from lightning_persample.reference.verify import table
+from lightning_persample.reference.verify import Comparison, table
 from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_name, watched
 from lightning_persample.rules.elementwise import align_rank
 from lightning_persample.torch_internals import tree_map, version_counter
@@ -66,12 +67,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest error of a sample, ``max_i ||found[i] - expected[i]|| / ||expected[i]||``."""
     # found (B, *shape), expected (B, *shape)
     wide = accumulation_dtype(found, expected)
-    one, two = found.to(wide).reshape(found.shape[0], -1), expected.to(wide).reshape(expected.shape[0], -1)
-    if not bool(one.isfinite().all() & two.isfinite().all()):
-        return float("nan")
-    difference, size = (one - two).norm(dim=1), two.norm(dim=1)
-    scale = size.clamp_min(1e-2 * float(size.max()))
-    return float(torch.where(difference > 0, difference / scale, 0.0).max())
+    pair = as_rows(found.to(wide)), as_rows(expected.to(wide))
+    if not all(bool(rows.isfinite().all()) for rows in pair):
+        return math.nan
+    return Comparison({"": pair}, 0.0).error("")
 
 
 @dataclass(frozen=True, eq=False)

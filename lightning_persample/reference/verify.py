@@ -120,9 +120,7 @@ def _why_different(
             if record.mixing
             else "the batch axis is lost, and values computed from there on cannot be assigned to samples"
         )
-        texts = "; ".join((*record.mixing, *record.axis_lost))
-        remedy = f"; {_keep_apart(record.mixing)}" if record.mixing else ""
-        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}{remedy}"
+        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {_noted(record)}"
     if is_random():
         return RANDOM
     if bool(factors.isfinite().all() & (factors != 0).all()) and all(
@@ -134,11 +132,12 @@ def _why_different(
     return other_axes or _UNKNOWN
 
 
-def _keep_apart(mixing: Sequence[str]) -> str:
-    """What helps where these calls let samples influence each other."""
+def _noted(record: PerSampleRecord) -> str:
+    """The calls that let samples influence each other or lose the batch axis, and what helps against the former."""
     norm = " (GroupNorm in place of BatchNorm, or BatchNorm in evaluation mode)"
-    is_norm = any("batch_norm` on" in text for text in mixing)
-    return f"use layers and losses that keep samples apart{norm if is_norm else ''}"
+    is_norm = any("batch_norm` on" in text for text in record.mixing)
+    remedy = f"use layers and losses that keep samples apart{norm if is_norm else ''}"
+    return "; ".join((*record.mixing, *record.axis_lost, *([remedy] if record.mixing else [])))
 
 
 def _wrong_reduction(factor: float, record: PerSampleRecord, loss_reduction: Weighting) -> str:
@@ -323,42 +322,41 @@ def check_per_sample_gradients(
         return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), other_axes) if text), error)
     count = min(samples, size)
     draws, layout = Draws(count), {"batch_dim": batch_dim, "batch_layout": batch_layout}
-    check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, layout)
     record: PerSampleRecord | None = None
     doing = f"on the first {count} samples"
     with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
+        check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, layout, state)
         # A LightningModule without a Trainer says so each time its training step logs.
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
         try:
             every = Samples(batch, size, batch_dim, batch_layout, is_declared=batch_size is not None)
-            marked = check.marked(batch, every, size, state)
+            marked = check.marked(batch, every, size)
             if marked is not None:
                 every = Samples(batch, size, batch_dim, lambda _: marked.layout)
                 other_axes = other_axes or (_MADE if marked.made else "")
             few = every.take(0, count)
             with draws.keep():
-                record = check.engine(module, few, count, state)
+                record = check.engine(module, few, count)
             rows = []
             for sample in range(count):
                 doing = f"on sample {sample} alone"
                 with draws.again(sample):
-                    rows.append(check.one_sample(every.take(sample, sample + 1), state))
+                    rows.append(check.one_sample(every.take(sample, sample + 1)))
         except PerSampleError:
             raise
         except Exception as error:  # whatever the user's own code raises, which the report names
             reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
-            texts = (*record.mixing, *record.axis_lost) if record is not None else ()
-            noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
-            noted = f"{noted}: {'; '.join(texts)}" if texts else ""
-            noted += f"; {_keep_apart(record.mixing)}" if record is not None and record.mixing else ""
+            noted = ""
+            if record is not None and (record.mixing or record.axis_lost):
+                noted = "samples influence each other" if record.mixing else "the batch axis is lost"
+                noted = f"{noted}: {_noted(record)}"
             hint = other_axes if str(error) != NOT_REENTRANT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
 
         def is_random() -> bool:
-            few = every.take(0, count)
-            return draws.unequal or check.changes_with_the_seed(few, state, partial(draws.again, None))
+            return draws.unequal or check.changes_with_the_seed(every.take(0, count), partial(draws.again, None))
 
         return VerificationReport(
             _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
@@ -373,8 +371,9 @@ class _Check:
     trainable: dict[str, nn.Parameter]
     weighting: Weighting
     layout: Mapping[str, Any]
+    state: ModuleState
 
-    def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
+    def engine(self, module: nn.Module, batch: Any, count: int) -> PerSampleRecord:
         """The record of one observed forward and backward."""
         with expanded_weights(
             module,
@@ -393,10 +392,10 @@ class _Check:
                 with torch.no_grad():
                     capture.attach_loss(loss, self.weighting(outputs, batch))
             capture.backward_into_record(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
-        state.restore()
+        self.state.restore()
         return capture.record
 
-    def marked(self, batch: Any, samples: Samples, size: int, state: ModuleState) -> Marked | None:
+    def marked(self, batch: Any, samples: Samples, size: int) -> Marked | None:
         """What the step declares of tensors of which the batch does not tell whose rows they have; None of no such."""
         places = () if self.layout["batch_layout"] is not None else samples.layout.places
         if not any(isinstance(place, Lost) and place.unplaced and not place.listed for place in places):
@@ -404,19 +403,17 @@ class _Check:
         copied = samples.take(0, size)
         with Marked(batch, copied) as marked:
             self.step(copied)
-        state.restore()
+        self.state.restore()
         return marked
 
-    def one_sample(self, batch: Any, state: ModuleState) -> Rows:
+    def one_sample(self, batch: Any) -> Rows:
         """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""
         loss = own_loss(self.step(batch), batch, self.weighting)
         rows = {name: torch.zeros_like(p) for name, p in self.trainable.items()} | gradients_of(loss, self.trainable)
-        state.restore()
+        self.state.restore()
         return rows
 
-    def changes_with_the_seed(
-        self, batch: Any, state: ModuleState, drawing: Callable[[], AbstractContextManager[None]]
-    ) -> bool:
+    def changes_with_the_seed(self, batch: Any, drawing: Callable[[], AbstractContextManager[None]]) -> bool:
         """Whether two runs on the same samples with different seeds give different losses, `drawing` the same."""
         losses = []
         for seed in (1, 2):
@@ -425,7 +422,7 @@ class _Check:
             np.random.seed(seed)
             with drawing():
                 losses.append(loss_of(self.step(batch)).detach())
-            state.restore()
+            self.state.restore()
         return not torch.equal(*losses)
 
 
