@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_persample.callbacks.mean_gradient import entries
 from lightning_persample.callbacks.observed_step import ObservedStep, Reports
+from lightning_persample.callbacks.statistics import entries
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import PerSampleError

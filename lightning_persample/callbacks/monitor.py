@@ -27,7 +27,6 @@ from lightning_persample.callbacks.lightning_internals import (
 )
 from lightning_persample.callbacks.loggers import log_histogram, log_metrics, log_picture, show_means, takes_pictures
 from lightning_persample.callbacks.manual import names_by_optimizer
-from lightning_persample.callbacks.mean_gradient import MeanGradient
 from lightning_persample.callbacks.sample_index import dataset_size
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.statistics import (
@@ -35,6 +34,7 @@ from lightning_persample.callbacks.statistics import (
     AllProcesses,
     CapturedBatch,
     LoggedMetrics,
+    MeanGradient,
     StepNorms,
     Window,
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.capture.failure import FAULT, fault_of, stop
 from lightning_persample.capture.graph import on_arrival
@@ -86,19 +87,17 @@ class Sums:
 
 
 class SumCheck:
-    """Compares ``sum_i w_i g_i`` with what a backward adds to ``.grad``; weights w_i (B,), or one number for all."""
+    """Compares ``sum_i w_i g_i`` with what a backward adds to ``.grad``, with the weights w_i of its record."""
 
     # To be made before that backward. One that is `averaged` over several processes is compared with what this process
     # adds to it, as it arrives; parameters that are sharded are left out.
 
-    def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float, *, averaged: bool = False) -> None:
+    def __init__(self, module: nn.Module, loss: Tensor, *, averaged: bool = False) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._weights = weights
         self._loss = loss.detach()
-        self._scale: Tensor | None = None
         self._dtypes = computed_in(self._parameters.values(), loss.device)
         self._failures: list[Exception] = []
-        self._handles = [on_arrival(loss, self._keep_scale, self._failures.append)]
+        self._handles: list[RemovableHandle] = []
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
         self._arrived: dict[str, Tensor] = {}
@@ -111,28 +110,25 @@ class SumCheck:
             return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
 
-    def weigh(self, weight: float) -> None:
-        """Tell what each sample turned out to weigh, after the backward: the loss may be a mean over some alone."""
-        self._weights = weight
-
     @torch.no_grad()
     def finish(self, record: PerSampleRecord) -> str | None:
         """A text that names the parameters that differ, or None where all sums fit; asked for after the backward."""
         self.close()
         if self._failures:
             raise self._failures.pop()
-        if self._scale is None:
+        own = record._own
+        if own is None or own.scale is None:
             return None
-        sums = Sums(self._scale * self._loss, self._dtypes)
+        sums = Sums(own.scale * self._loss, self._dtypes)
         for name, rows in record.grad_samples.items():
             grad = self._arrived.get(name) if self._averaged else self._parameters[name].grad
             if grad is None:
                 continue
             wide, before = torch.promote_types(rows.dtype, torch.float32), self._before.get(name)
-            scale, weights = self._scale.to(rows.device, wide), torch.as_tensor(self._weights).to(rows.device, wide)
-            if weights.dim() and record.samples is not None:
-                weights = weights[record.samples.to(rows.device)]
-            weights = weights.expand(len(rows)) * scale
+            if isinstance(own.weighting, Tensor):
+                weights = own.weighting.to(rows.device, wide) * own.scale.to(rows.device, wide)
+            else:
+                weights = torch.as_tensor(own.factor()).to(rows.device, wide).expand(len(rows))
             total = torch.tensordot(weights, rows.to(wide), dims=1)
             parts = (weights.abs() * record.sq_norms[name].to(rows.device).sqrt()).sum()
             sums.add(name, total, _dense(grad, wide), parts, None if before is None else _dense(before, wide))
@@ -147,9 +143,6 @@ class SumCheck:
     def _arrive(self, name: str, grad: Tensor) -> None:
         earlier = self._arrived.get(name)  # a copy: the memory may become .grad, and be averaged there
         self._arrived[name] = grad.detach().clone() if earlier is None else earlier + grad.detach()
-
-    def _keep_scale(self, grad: Tensor) -> None:
-        self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
 
 def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -185,7 +178,6 @@ class ObservedStep:
         self._has_all = "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
-        self.weights: Tensor | float | None = None  # of each sample in the loss, (B,) or one number, once there is one
         self._lacks_memory = False
         self.capture = expanded_weights(
             module,
@@ -205,23 +197,18 @@ class ObservedStep:
 
     def attach(self, loss: Tensor, outputs: Any) -> None:
         """Tell the capture the loss of the next backward."""
-        reduction, size = self._reduction, self.capture.batch_size
-        weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / size
-        if callable(reduction):
+        weights: Tensor | None = None
+        if callable(self._reduction):
             with torch.no_grad():
-                weights = of_user(reduction, outputs, self._batch)
+                weights = of_user(self._reduction, outputs, self._batch)
             if not isinstance(weights, Tensor):
                 raise OptionError(
                     f"loss_reduction returned {type(weights).__name__}, but it must return a tensor of shape "
-                    f"({size},) with the weight of each sample in the loss"
+                    f"({self.capture.batch_size},) with the weight of each sample in the loss"
                 )
-            self.capture.attach_loss(loss, weights)
-        else:
-            self.capture.attach_loss(loss)
-            weights = weights if self.capture.weights is None else self.capture.weights
-        self.weights = weights
+        self.capture.attach_loss(loss, weights)
         if self._has_all and not self.sums_differ:
-            self._sum_check = SumCheck(self.module, loss, weights, averaged=self._averages)
+            self._sum_check = SumCheck(self.module, loss, averaged=self._averages)
 
     def close(self) -> None:
         """Close the capture and remove every hook. May be called twice."""
@@ -241,8 +228,6 @@ class ObservedStep:
     def why_sums_differ(self, record: PerSampleRecord) -> str | None:
         """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again."""
         check, self._sum_check = self._sum_check, None
-        if check is not None and self._reduction == "mean" and not isinstance(self.weights, Tensor):
-            check.weigh(1.0 / self.capture.counted)
         text = _NO_MEMORY if self._lacks_memory else None
         try:
             text = text if check is None else check.finish(record)

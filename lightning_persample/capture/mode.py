@@ -147,7 +147,6 @@ class Capture:
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.
-        counted: number of samples that the loss of the last backward is a mean of, if it is one.
         before_backward: is given what each backward starts from, before it runs.
         after_backward: is given each record as soon as its backward has run, before the next line of the step; None
             for a backward that has none.
@@ -190,7 +189,7 @@ class Capture:
         layout = guard(lay_out, self._cannot_lay_out)(
             batch, batch_dim, batch_size, batch_layout, is_declared=batch_size is not None
         )
-        self.batch_size = self.counted = layout.batch_size
+        self.batch_size = layout.batch_size
         if samples is not None and not self._fault:
             are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
             check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
@@ -293,12 +292,6 @@ class Capture:
             guard(self._dispatcher.check_reduction, self._fail)([loss], [None], self._weighting)
         if loss.requires_grad:
             self._handles.append(on_arrival(loss, self._keep_scale, self._fail))
-
-    @property
-    def weights(self) -> Tensor | None:
-        """What each sample weighs in a loss that adds up the means of several loaders, (B,); else None."""
-        means = None if self._fault else self._dispatcher.means
-        return None if means is None else means.weights
 
     def take_dots(self, vectors: Mapping[str, Tensor]) -> None:
         """Take the dots with these vectors while the backward runs, and keep nothing for others after it.
@@ -587,7 +580,7 @@ class Capture:
             weights = dispatcher.means.weights
             dispatcher.notes.excused |= dispatcher.means.notes
         part = dispatcher.part
-        self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
+        counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()
         reported = []  # what the backward has left anything of
         for name in trainable:
@@ -596,7 +589,7 @@ class Capture:
                 reported.append(name)
         of_part = None if part is None else part.samples
         in_loss, samples, places = samples_with_values(dispatcher.samples, of_part, weights)
-        counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
+        counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else counted
         own = OwnScale(weights, counted, scale)
         own = own if samples is None else own.of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)

@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.callbacks.mean_gradient import SampleMean, StepGradient
-from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetrics, StepNorms
+from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetrics, SampleMean, StepGradient, StepNorms
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.metrics import GradientDiversity
 from tests.callbacks import known_noise_scale
