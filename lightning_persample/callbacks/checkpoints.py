@@ -208,16 +208,10 @@ def _direction_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any],
             f"direction='adam': the checkpoint does not say whether weight_decay={decay} of `{name}` is that of "
             "Adam or of AdamW (torch < 2.7): take one of a newer torch"
         )
-    kept = {each: state[each].detach().to(parameter.device) for each in ("exp_avg", "exp_avg_sq")}
-    if group.get("amsgrad") and "max_exp_avg_sq" in state:
-        kept["max_exp_avg_sq"] = state["max_exp_avg_sq"].detach().to(parameter.device)
-    beta1, beta2 = map(float, group["betas"])
-    options: dict[str, Any] = {
-        "step": float(state["step"]),
-        "betas": (beta1, beta2),
-        "eps": float(group["eps"]),
-        **kept,
-    }
+    has_largest = group.get("amsgrad") and "max_exp_avg_sq" in state
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if has_largest else ()))
+    options: dict[str, Any] = {each: state[each].detach().to(parameter.device) for each in names}
+    options |= {"step": float(state["step"]), "betas": tuple(map(float, group["betas"])), "eps": float(group["eps"])}
     if group.get("decoupled_weight_decay"):  # that of AdamW has nothing to do with the gradient
         decay = 0.0
 

@@ -14,17 +14,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.batch import count_samples
 from lightning_persample.callbacks.checkpoints import requiring_gradients
-from lightning_persample.callbacks.lightning_internals import handed_over, outputs_of, validating, window_continues
+from lightning_persample.callbacks.lightning_internals import handed_over, outputs_of, validating
 from lightning_persample.callbacks.manual import unseen
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
-from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError, each_of_user
 from lightning_persample.gradients.norms import as_real
@@ -116,7 +114,6 @@ class InRunInfluence(PerSampleGradientWriter):
         check_option("norms", norms, isinstance(norms, bool), "True or False")
         self.val_dataloader, self.val_loss, self.norms = val_dataloader, val_loss, norms
         self.refresh_every_n_steps = refresh_every_n_steps
-        self._handles: list[RemovableHandle] = []
         self._forget_gradient()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -146,9 +143,6 @@ class InRunInfluence(PerSampleGradientWriter):
 
     def _let_go(self) -> None:
         super()._let_go()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         self._forget_gradient()
 
     def _added(
@@ -196,7 +190,7 @@ class InRunInfluence(PerSampleGradientWriter):
         self._shares += shares.values()
         return found
 
-    def _stepped(self, trainer: Trainer, place: int, *args: Any) -> None:
+    def _stepped(self, trainer: Trainer, place: int) -> None:
         """An optimizer has stepped: add its rates times what it stepped with."""
         own = [share for share in self._shares if share.optimizer == place]
         if not own:
@@ -222,24 +216,12 @@ class InRunInfluence(PerSampleGradientWriter):
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super()._follow(trainer, pl_module)
         self._device = pl_module.device.type
-        for place, optimizer in enumerate(trainer.optimizers):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                hook = guard(partial(self._stepped, trainer, place), partial(self._fail, trainer))
-                self._handles.append(optimizer.register_step_post_hook(hook))
+        if self._rates is not None:
+            self._rates.after_step = partial(self._stepped, trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Complete the rows of the batch; what no optimizer has stepped with in its window is in no step."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if pl_module.automatic_optimization and not window_continues(trainer):
-            self._shares = []
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget what the last epoch left without an optimizer step."""
-        super().on_train_epoch_start(trainer, pl_module)
-        if pl_module.automatic_optimization:
-            self._shares = []
+    def _forget_steps(self) -> None:
+        super()._forget_steps()
+        self._shares = []  # what no optimizer has stepped with is in no step
 
     def _flush(self, trainer: Trainer) -> None:
         # In manual optimization rows are written whether their step has come or not.
@@ -251,10 +233,6 @@ class InRunInfluence(PerSampleGradientWriter):
                 share.add(float("nan") if share.is_of_adam else 1.0)
         self._shares = [share for share in self._shares if id(share.rows) not in captured]
         super()._flush(trainer)
-
-    def _finish(self, trainer: Trainer) -> tuple[int, int]:
-        self._shares = []  # no step comes any more
-        return super()._finish(trainer)
 
     def _vectors_of_dots(self, trainer: Trainer, pl_module: LightningModule) -> Mapping[str, Tensor]:
         """The validation gradient, where there is no further dot with what it is multiplied by entry by entry."""
@@ -335,7 +313,7 @@ class InRunInfluence(PerSampleGradientWriter):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_shares": [], "_handles": []}
+        return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_shares": []}
 
 
 def _dot(record: PerSampleRecord, vectors: Mapping[str, Tensor], unknown: Tensor) -> Tensor:

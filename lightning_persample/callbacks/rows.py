@@ -372,6 +372,7 @@ class LearningRates:
         failed: Callable[[Exception], None],
     ) -> None:
         self._module, self._optimizers, self._warn = pl_module, optimizers, warn
+        self.after_step: Callable[[int], None] | None = None  # is given the place of each optimizer that has stepped
         self._last: list[float] = []
         self._sizes: list[int] = []
         self._groups: dict[str, int] = {}
@@ -444,8 +445,13 @@ class LearningRates:
         return _effective(sq_norms, by_name)
 
     def _stepped(self, optimizer: int, *args: Any) -> None:
-        if not self._waiting and not self._written:
-            return
+        if self._waiting or self._written:
+            self._correct(optimizer)
+        if self.after_step is not None:
+            self.after_step(optimizer)
+
+    def _correct(self, optimizer: int) -> None:
+        """Give the rows that wait for this optimizer the rates of its step."""
         rates = self._now()
         first = sum(len(each.param_groups) for each in self._optimizers[:optimizer])
         own = range(first, first + len(self._optimizers[optimizer].param_groups))

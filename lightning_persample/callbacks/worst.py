@@ -113,7 +113,6 @@ class SampleNorms:
         self._waiting: list[tuple[object, Any, Tensor]] = []  # on the device
         # On the host, not in the table yet: keys, norms and the number of the captured batch of some rows, each (rows,)
         self._rows: list[tuple[Any, NDArray[Any], NDArray[np.int32]]] = []
-        self._waiting_rows = 0  # how many these are
         self._why_absent = ""
 
     def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
@@ -222,15 +221,14 @@ class SampleNorms:
         when = np.repeat(np.arange(1, len(waiting) + 1, dtype=np.int32) + self._clock, [len(each) for each in keys])
         self._clock += len(waiting)
         self._rows.append((together(keys), norms.cpu().numpy(), when))
-        self._waiting_rows += len(norms)
         # Many at a time, as the table may be copied; few beside it, as they take room, too.
-        if self._waiting_rows >= max(_ROWS_TOGETHER, len(self._table) // 16):
+        if sum(len(norms) for _, norms, _ in self._rows) >= max(_ROWS_TOGETHER, len(self._table) // 16):
             self._add_rows()
 
     def _add_rows(self) -> None:
         """Add to the table what waits on the device and on the host."""
         self.settle()
-        rows, self._rows, self._waiting_rows = self._rows, [], 0
+        rows, self._rows = self._rows, []
         if rows:
             keys, norms, when = (together(parts) for parts in zip(*rows, strict=True))
             places, finite = self._table.places(keys), np.isfinite(norms)

@@ -271,6 +271,11 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._precision, self._processes = trainer.precision_plugin, trainer.world_size
         self._was_automatic = pl_module.automatic_optimization
 
+    def _forget_steps(self) -> None:
+        """The optimizer step is over, or there is none any more: nothing waits for it."""
+        if self._rates is not None:
+            self._rates.forget()
+
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
         named = reduction if isinstance(reduction, str) else getattr(reduction, "__qualname__", "a callable")
@@ -355,8 +360,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._gradients.add(self._held)
         self._captured += self._held
         self._held = []
-        if self._rates is not None and automatic:
-            self._rates.forget()
+        if automatic:
+            self._forget_steps()
         elif self._rates is not None and self._gradients is not None:
             self._rates.wrote(())
         if len(self._captured) >= self.flush_every or self._is_behind:
@@ -398,8 +403,8 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget what the last epoch left without an optimizer step: Lightning drops its gradients, too."""
         self._held = []
-        if self._rates is not None and pl_module.automatic_optimization:
-            self._rates.forget()
+        if pl_module.automatic_optimization:
+            self._forget_steps()
 
     def _flush(self, trainer: Trainer) -> None:
         if self._parts is not None and self._is_taken():
@@ -494,6 +499,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _finish(self, trainer: Trainer) -> tuple[int, int]:
         """Write what there is; how many rows of the ledger, and of gradients, were not written."""
         self._current, self._held = [], []
+        self._forget_steps()
         self._flush(trainer)
         self._settle()
         gradients, self._gradients = self._gradients, None

@@ -248,12 +248,13 @@ def test_gradients_that_a_hook_changes_make_it_nan_of_adam_alone(hook, tmp_path)
     np.testing.assert_allclose(rows["shapley"], 0.1 / B * rows["val_dot"], rtol=1e-12)
 
 
-def test_a_step_that_is_skipped_has_no_part_of_any_sample(tmp_path):
+@pytest.mark.parametrize("flush_every", [100, 1])
+def test_a_step_that_is_skipped_has_no_part_of_any_sample(flush_every, tmp_path):
     class Skips(Net):
         def optimizer_step(self, epoch, batch_idx, optimizer, closure):
             optimizer.step(closure) if batch_idx % 2 else closure()
 
-    rows = written(tmp_path / "ledger", Skips())
+    rows = written(tmp_path / "ledger", Skips(), flush_every=flush_every)
     has_stepped = rows["batch_idx"] % 2 == 1
     np.testing.assert_allclose(rows["shapley"], np.where(has_stepped, 0.1 / B * rows["val_dot"], 0.0), rtol=1e-12)
 
