@@ -229,20 +229,18 @@ Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 class Checkpoints:
     """Reads checkpoints, one at a time: paths and state dicts; None is the module as it is."""
 
-    def __init__(self, sources: tuple[Source, ...] | None, weights_only: bool | None) -> None:
+    def __init__(self, sources: Sequence[Source | None], weights_only: bool | None) -> None:
         self._sources = sources
         self._weights_only = weights_only
         self._given: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        return 1 if self._sources is None else len(self._sources)
+        return len(self._sources)
 
     def read(self, trainer: Trainer, place: int) -> Mapping[str, Any] | None:
         """What a checkpoint holds."""
-        if self._sources is None:
-            return None
         source = self._sources[place]
-        if isinstance(source, Mapping):
+        if source is None or isinstance(source, Mapping):
             return source
         where = f"checkpoints[{place}]={os.fspath(source)!r}"
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
@@ -303,7 +301,7 @@ class Checkpoints:
             weights = module.state_dict() if checkpoint is None else _fitting(_weights(checkpoint), module)
             if not any(isinstance(value, Tensor) for value in weights.values()):
                 raise OptionError(f"checkpoints[{place}] holds no weights: pass the path of one, or a state dict")
-            source = None if self._sources is None else self._sources[place]
+            source = self._sources[place]
             found.append({
                 "step": None if checkpoint is None else checkpoint.get("global_step"),
                 "learning_rate": None if checkpoint is None else _learning_rate_of(checkpoint),

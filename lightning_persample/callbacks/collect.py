@@ -777,9 +777,9 @@ def run_pass(asked: Pass, trainer: Trainer, kind: type[Kind], callbacks: Sequenc
     return made
 
 
-def _places(checkpoints: Any) -> tuple[Source, ...] | None:
+def _places(checkpoints: Any) -> Sequence[Source | None]:
     if checkpoints is None:
-        return None
+        return (None,)
     is_list = isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (str, os.PathLike, Mapping))
     found = tuple(checkpoints) if is_list else ()
     check_option("checkpoints", checkpoints, bool(found), "a list of at least one")
