@@ -491,6 +491,7 @@ class BatchIndices:
         self._is_asked = is_asked  # whether anything is done with records
         self._observed: ObservedMethod | None = None  # of the fit loop, right before it makes iterators
         self._followed: Any = None  # the CombinedLoader of the fit
+        self._kind: Any = None  # its class
         self._notes: _Notes | None = None
         self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent, self._has_warned = "", False  # why the last record has no index
@@ -599,16 +600,16 @@ class BatchIndices:
     def _follow(self, combined: Any) -> None:
         self._let_go()
         if combined is not None and _NOTES not in vars(combined):
-            self._followed = combined
+            self._followed, self._kind = combined, type(combined)
             order = RowOrder(None) if changes_batches(self._trainer) else None
             self._notes = _Notes(self._view_of(combined.flattened), order, deque(maxlen=_NOTED))
             vars(combined)[_NOTES] = self._notes
-            combined.__class__ = _following(combined.__class__)
+            combined.__class__ = _following(self._kind)
 
     def _let_go(self) -> None:
         combined = self._followed
         if combined is not None:
-            combined.__class__ = combined.__class__.__base__
+            combined.__class__ = self._kind
             vars(combined).pop(_NOTES, None)
             self._followed = self._notes = None
 

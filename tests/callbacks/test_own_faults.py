@@ -79,6 +79,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     worst.SampleNorms.worst,
     worst.write_worst_samples,
     loggers.save_table,
+    base.PerSampleCallback._training_view,
     base.PerSampleCallback._key_by_settings,
     base.PerSampleCallback._settings,
     monitor.PerSampleGradientMonitor._let_go,
