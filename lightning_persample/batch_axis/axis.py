@@ -197,15 +197,15 @@ class Computed:
         roots: these tensors.
         run: gives the tensor for any values of them; if these are of one sample alone, with ones for all numbers beside
             them that may be one for each sample, or their number.
-        has_constants: whether other tensors went in, which may have a row for each sample.
-        steps: the number of calls in it.
+        constants: the other tensors that went in, which may have a row for each sample.
+        ops: the calls in it.
         of_sum: what is known of the one root where that is a number, a sum over the samples; else None.
     """
 
     roots: tuple[Root, ...]
     run: Callable[[Sequence[Tensor], bool], Tensor]
-    has_constants: bool
-    steps: int
+    constants: tuple[Tensor, ...]
+    ops: tuple[object, ...]
     of_sum: Lost | None = None
 
 

@@ -34,8 +34,8 @@ _CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size o
 _LONGEST = 32  # calls that are made again
 _ALONE = 6  # samples that are looked at alone beside the first and the last
 
-# Lines, ops and shapes of numbers: those that were looked at in vain, and those that are looked at by one split at a
-# time from then on, another one at each step.
+# Lines, ops and shapes of numbers: those that were looked at in vain, and those, with the values of the constants and
+# owners in them, that are looked at by one split at a time from then on, another one at each step.
 _NO_SUM: set[Hashable] = set()
 _SUMS: set[Hashable] = set()
 _SEEDS = count()
@@ -51,7 +51,7 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
         if not isinstance(mark, Lost) or not output.requires_grad or (mark.parts and not said) or call.batch_size == 1:
             continue
         computed = _computed(call, place) if _is_of_torch(call) else None
-        computed = None if computed is None or computed.steps > _LONGEST else computed
+        computed = None if computed is None or len(computed.ops) > _LONGEST else computed
         is_number, verdict = output.numel() == 1, None
         if computed is not None and is_number and sum(each.requires_grad for each in call.outputs) == 1:
             verdict = _verdict(call, computed, mark, followed.weighting)
@@ -84,7 +84,8 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
     leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
     roots: list[Root] = []
     of_sum: Lost | None = None
-    has_constants, steps = False, 1
+    constants: list[Tensor] = []
+    ops: tuple[object, ...] = (call.op,)
     sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor], bool], Tensor]]] = {}
     is_product = call.op in ("mul", "div") and call.batch_size >= _CHOSEN
     counts = (call.batch_size, 1 / call.batch_size) if is_product else ()
@@ -101,8 +102,8 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
             sources[at] = [_place_of(root, roots)], _itself
         elif isinstance(mark, Lost) and mark.computed is not None and leaf.requires_grad:
             sources[at] = [_place_of(root, roots) for root in mark.computed.roots], mark.computed.run
-            has_constants |= mark.computed.has_constants
-            steps += mark.computed.steps
+            constants += mark.computed.constants
+            ops += mark.computed.ops
             of_sum = of_sum or mark.computed.of_sum
         elif isinstance(mark, Lost) and mark.reduced and mark.parts and leaf.numel() == 1 and leaf.requires_grad:
             of_sum = mark
@@ -112,7 +113,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
             return None
         else:
             leaves[at] = _exact(leaf)
-            has_constants |= leaf.numel() > 1
+            constants.append(leaves[at])
     if not any(root.differs for root in roots) or (of_sum is not None and len(roots) > 1):
         return None
 
@@ -126,7 +127,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         result: Any = call.function(*args, **kwargs)
         return tuple(tensors_in(filled[0] if result is None else result))[place]
 
-    return Computed(tuple(roots), run, has_constants, steps, of_sum)
+    return Computed(tuple(roots), run, tuple(constants), ops, of_sum)
 
 
 def _owners(mark: BatchAxis | Lost, tensor: Tensor, batch_size: int) -> Tensor | None:
@@ -173,20 +174,22 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
         return None
     if computed.of_sum is not None:
         return _multiple(call, computed, computed.of_sum) if weighting is None else None
-    kind, key = call.outputs[0].device.type, (user_place(), call.op, *(root.values.shape for root in computed.roots))
+    key = (user_place(), computed.ops, *(root.values.shape for root in computed.roots))
     if key in _NO_SUM:
         return None
+    beside = (*computed.constants, *(root.owners for root in computed.roots))
+    with_values = (*key, *(hash(each.cpu().numpy().tobytes()) for each in beside))
     try:
-        with generators_kept(root.values for root in computed.roots), without_autocast(kind):
+        with generators_kept(root.values for root in computed.roots), without_autocast(call.outputs[0].device.type):
             number = _Number(computed, call.batch_size)
-            found = number.as_a_sum(splits=1 if key in _SUMS else None)
+            found = number.as_a_sum(splits=1 if with_values in _SUMS else None)
     except Exception:  # whatever a function of the user's raises with other values
         return None
     if number.samples and (found is None or found[0] is not None):
         known = _NO_SUM if found is None else _SUMS
         if len(known) >= _MOST:
             known.clear()
-        known.add(key)
+        known.add(key if found is None else with_values)
     if found is None or (found[0] is None and weighting is not None):
         return None
     parts, samples = found
@@ -350,7 +353,7 @@ class _Number:
         if any(not math.isclose(factor, factors[0], rel_tol=1e-8) for factor in factors):
             return None
         parts = self._parts_at(factors[0])
-        return parts or (None if self.computed.has_constants else parts)
+        return parts or (None if any(each.numel() > 1 for each in self.computed.constants) else parts)
 
     def _parts_at(self, weight: float) -> frozenset[int]:
         """The parts that a weight of each sample stands for."""

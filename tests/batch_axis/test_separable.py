@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_persample.batch_axis import separable
 from lightning_persample.capture.mode import expanded_weights
 from tests.capture.reference import assert_values, loop, record_of
 
@@ -245,6 +247,17 @@ def test_a_number_that_is_no_sum_over_the_samples_is_named(name: str, scale: flo
     for _ in range(2):
         record = record_of(nn.Linear(6, 4), lambda m, x: MIXES[name](scale * m(x), x), batch)
         assert (*record.mixing, *record.axis_lost) != ()
+
+
+def test_a_number_is_looked_at_as_at_first_where_other_constants_go_into_it() -> None:
+    batch, rows = torch.randn(8, 6), torch.arange(8)
+    swaps = [
+        rows.index_put((torch.tensor(two),), torch.tensor(two[::-1])) for two in itertools.combinations(range(8), 2)
+    ]
+    for places in (rows, *swaps):
+        record = record_of(nn.Linear(6, 2), lambda m, x, by=places: (m(x) @ m(x).T)[rows, by].sum(), batch)
+        assert bool((*record.mixing, *record.axis_lost)) == (places is not rows)
+        separable._NO_SUM.clear()
 
 
 WEIGHS = {
