@@ -19,7 +19,7 @@ from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, ent
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.batch_axis.ops import POINTWISE, having
-from lightning_persample.torch_internals import tree_flatten, tree_map, tree_unflatten
+from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 _KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
 _MOVES = having("moves", "picks", "joins", "passes") - POINTWISE - {"setitem"}
@@ -152,12 +152,10 @@ def _all_added_up(call: ObservedCall, entries: dict[int, Tensor]) -> Followed | 
     if laid is None or not laid.numel() or bool((laid < 0).any()) or not call.lost:
         return None
     axis = picked(0, laid.flatten(), call.batch_size)
-    flat = {id(operand.tensor): operand.tensor.expand(shape).flatten() for operand in call.operands}
-    operands = tuple(Operand(flat[id(each.tensor)], None if each.axis is None else axis) for each in call.operands)
-    args, kwargs = tree_map(lambda leaf: flat.get(id(leaf), leaf), (call.args, dict(call.kwargs)))
+    flat = call.on(lambda each: Operand(each.tensor.expand(shape).flatten(), None if each.axis is None else axis))
     if call.op in _TOTALS:  # (it names no axes any more)
-        args, kwargs = args[:1], {}
-    added = PROPAGATION_RULES[call.op](replace(call, args=args, kwargs=kwargs, operands=operands, signature=None))
+        flat = replace(flat, args=flat.args[:1], kwargs={})
+    added = PROPAGATION_RULES[call.op](flat)
     counts = products_of(shape)
     marks = (replace(mark, counts=mark.counts | counts) if isinstance(mark, Lost) else mark for mark in added.outputs)
     return replace(added, outputs=tuple(marks))

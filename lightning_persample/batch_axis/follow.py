@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_persample.batch_axis import indexing, layers, losses, pointwise, recurrence, reductions, shapes
+from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.apart import by_entries_moved
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note
@@ -26,7 +26,6 @@ _FAMILIES = (
     indexing,
     layers,
     losses,
-    pointwise,
     recurrence,
     reductions,
     shapes,

@@ -16,7 +16,6 @@ from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
 from lightning_persample.batch_axis.base import Followed, keep, lost
 from lightning_persample.batch_axis.observed import ObservedCall, Operand
 from lightning_persample.batch_axis.ops import OPS
-from lightning_persample.torch_internals import tree_map
 
 _BY_ROW = ("pointwise", "linear", "layer_norm", "embedding")  # families that read of each row this row alone
 _OVER_AXES = ("reduction", "extremum", "norm")
@@ -47,23 +46,19 @@ def on_rows(call: ObservedCall) -> ObservedCall | None:
     known = op is not None and op.family in _BY_ROW and not call.inplace and "out" not in call.kwargs
     if not known or not jagged or call.lost or any(not output.is_nested for output in call.outputs):
         return None
-    rows: dict[int, Tensor] = {}
-    operands: list[Operand] = []
+    changed: dict[int, Operand] = {}
     for operand in call.operands:
         tensor: Any = operand.tensor
         if not tensor.is_nested:
             if operand.axis is not None or (op is not None and op.family == "pointwise" and tensor.dim() > 1):
                 return None  # (laid over samples or rows)
-            operands.append(operand)
+            changed[id(tensor)] = operand
             continue
         place = rows_of(tensor, call.batch_size, operand.axis) if isinstance(operand.axis, BatchAxis) else None
         if place is None or any(tensor.shape[1] != output.shape[1] for output in call.outputs):
             return None
-        rows[id(tensor)] = values = _values(tensor)
-        operands.append(Operand(values, place))
-    args, kwargs = (tree_map(lambda leaf: rows.get(id(leaf), leaf), each) for each in (call.args, dict(call.kwargs)))
-    outputs = tuple(map(_values, call.outputs))
-    return replace(call, args=args, kwargs=kwargs, operands=tuple(operands), outputs=outputs, signature=None)
+        changed[id(tensor)] = Operand(_values(tensor), place)
+    return replace(call.on(lambda operand: changed[id(operand.tensor)]), outputs=tuple(map(_values, call.outputs)))
 
 
 def follow_jagged(call: ObservedCall) -> Followed:

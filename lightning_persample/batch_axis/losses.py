@@ -17,7 +17,6 @@ from lightning_persample.batch_axis.observed import ObservedCall, Operand, line_
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum, with_weights
 from lightning_persample.gradients.host import on_its_way
-from lightning_persample.torch_internals import tree_map
 
 _CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
 _MOST_LINES = 4096
@@ -209,12 +208,7 @@ def _added_by_sample(call: ObservedCall, place: BatchAxis) -> Tensor:
 
 def _without_graph(call: ObservedCall) -> ObservedCall:
     """The same call on tensors that know nothing of how they were computed."""
-    detached = {id(operand.tensor): operand.tensor.detach() for operand in call.operands}
-    args, kwargs = (
-        tree_map(lambda leaf: detached.get(id(leaf), leaf), each) for each in (call.args, dict(call.kwargs))
-    )
-    operands = tuple(Operand(detached[id(operand.tensor)], operand.axis) for operand in call.operands)
-    return replace(call, args=args, kwargs=kwargs, operands=operands, outputs=())
+    return replace(call.on(lambda operand: Operand(operand.tensor.detach(), operand.axis)), outputs=())
 
 
 def _shape_of_entries(call: ObservedCall) -> torch.Size:

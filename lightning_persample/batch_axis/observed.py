@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
-from lightning_persample.torch_internals import TORCH_FOLDER, version_counter
+from lightning_persample.torch_internals import TORCH_FOLDER, tree_map, version_counter
 
 _shape = attrgetter("shape")
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (TORCH_FOLDER, Path(__file__).parent.parent))
@@ -91,6 +91,15 @@ class ObservedCall:
         if len(self.args) > position:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+
+    def on(self, change: Callable[[Operand], Operand]) -> ObservedCall:
+        """The same call on other tensors in place of its operands."""
+        changed = {id(operand.tensor): change(operand) for operand in self.operands}
+        args, kwargs = tree_map(
+            lambda leaf: changed[id(leaf)].tensor if id(leaf) in changed else leaf, (self.args, dict(self.kwargs))
+        )
+        operands = tuple(changed[id(operand.tensor)] for operand in self.operands)
+        return replace(self, args=args, kwargs=kwargs, operands=operands, signature=None)
 
     @property
     def sample(self) -> int | None:

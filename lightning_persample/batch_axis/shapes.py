@@ -1,4 +1,4 @@
-"""How ops that only rearrange entries move the batch axis."""
+"""How ops that rearrange entries, or compute each from those at its place, move the batch axis."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from lightning_persample.batch_axis.base import (
     dims_argument,
     into_own_rows,
     keep,
+    listed,
+    lists,
     lost,
     padded,
     propagation_rule,
@@ -74,9 +76,25 @@ def _follow_permutation(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
 
 
+@propagation_rule("pointwise", by_layout=True)
 @propagation_rule("expand", by_layout=True)
-def _follow_expand(call: ObservedCall) -> Followed:
+def _follow_pointwise(call: ObservedCall) -> Followed:
     return broadcast(call)
+
+
+@propagation_rule("copy", by_layout=True)
+def _follow_copy(call: ObservedCall) -> Followed:
+    """``target.copy_(source)``: of the target nothing is left."""
+    target, source = call.argument(0, "self", "input"), call.argument(1, "src", "other")
+    axis = call.axis_of(source) if isinstance(source, Tensor) and source is not target else None
+    if not call.inplace or not isinstance(axis, BatchAxis):
+        return broadcast(call)
+    return Followed((axis.moved(axis.dim + target.dim() - source.dim()),))
+
+
+@propagation_rule("where", by_layout=True)
+def _follow_where(call: ObservedCall) -> Followed:
+    return listed(call) if lists(call) else broadcast(call)
 
 
 @propagation_rule("strided")
