@@ -86,7 +86,7 @@ def run_for_use(count: Callable[[], int], kernel: Callable[..., Result], *argume
 MEMORY_BUDGET = 256 * 2**20
 """Bytes that the temporaries of one kernel may take at most, where the caller sets no limit."""
 
-CPU_MEMORY_BUDGET = 16 * 2**20
+CPU_MEMORY_BUDGET = 8 * 2**20
 """The same on a CPU, where larger temporaries leave the cache and are returned to the system after each use."""
 
 LEAST_MEMORY_BUDGET = 2 * 2**20
