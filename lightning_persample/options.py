@@ -102,24 +102,26 @@ def _are_places(value: object) -> bool:
 
 
 # Options that mean the same wherever they stand: which values are allowed, in code and in words.
+_FLAG = (lambda value: isinstance(value, bool), "True or False")
+_COUNT = (lambda value: is_int(value, 1), "an int >= 1")
+_COUNT_OR_NONE = (lambda value: is_none_or_int(value, 1), "None or an int >= 1")
 _SHARED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_reduction": (_is_reduction, "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)"),
     "batch_dim": (lambda value: is_int(value, 0), "an int >= 0"),
-    "batch_size": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
     "batch_layout": (
         lambda value: value is None or callable(value),
         "None or a callable (batch) -> mapping from tensors of the batch to where their samples lie",
     ),
     "sample_index": (lambda value: value is None or callable(value), "None or a callable (batch) -> B ints"),
-    "verify": (lambda value: isinstance(value, bool), "True or False"),
-    "fuse_weight_grad": (lambda value: isinstance(value, bool), "True or False"),
+    **dict.fromkeys(("verify", "fuse_weight_grad", "overwrite", "norms"), _FLAG),
     "max_memory": (lambda value: is_none_or_int(value, 1), "None or an int >= 1, in bytes"),
-    "max_samples": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
-    "every_n_steps": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
-    "per_layer": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    **dict.fromkeys(("batch_size", "max_samples", "every_n_steps", "per_layer"), _COUNT_OR_NONE),
+    **dict.fromkeys(("worst_samples", "rows_per_shard"), _COUNT_OR_NONE),
+    **dict.fromkeys(("k", "flush_every", "refresh_every_n_steps"), _COUNT),
+    **dict.fromkeys(("histogram", "prog_bar", "report"), (lambda value: value in (True, False), "True or False")),
+    "render": (lambda value: value is None or callable(value), "None or a callable of the sample's index"),
     "quantities": (_are_quantities, f"a collection of {', '.join(map(repr, QUANTITIES))}"),
     "samples": (_are_places, "None or an int64 tensor (m,) of places in the batch, m >= 1"),
-    "overwrite": (lambda value: isinstance(value, bool), "True or False"),
 }
 
 

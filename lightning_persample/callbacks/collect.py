@@ -60,7 +60,7 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
-from lightning_persample.options import CaptureOptions, check_option, check_options, is_none_or_int, is_path
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_path
 from lightning_persample.reference.samples import described, loss_of
 from lightning_persample.reference.untouched import recurrent_layers_can_go_backward, untouched, without_dropout
 from lightning_persample.torch_internals import COMPILED
@@ -640,11 +640,10 @@ def collect_gradients(
     path = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
     check_option("dirpath", dirpath, is_path(path), "the path of a folder")
     folder = Path(dirpath).absolute()  # wherever a loader goes
-    check_options(overwrite=overwrite)
+    check_options(overwrite=overwrite, rows_per_shard=rows_per_shard)
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
     check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
-    check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
     by_name: Any = {} if columns is None else columns
     are_columns = isinstance(by_name, Mapping) and all(map(callable, by_name.values()))
     check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")

@@ -26,7 +26,7 @@ from lightning_persample.callbacks.writer import Columns, PerSampleGradientWrite
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError, each_of_user
 from lightning_persample.gradients.norms import as_real
-from lightning_persample.options import CaptureOptions, check_option, is_int
+from lightning_persample.options import CaptureOptions, check_option, check_options
 from lightning_persample.reference.samples import gradients_of, loss_of
 from lightning_persample.reference.untouched import recurrent_layers_can_go_backward
 from lightning_persample.torch_internals import version_counter
@@ -108,10 +108,8 @@ class InRunInfluence(PerSampleGradientWriter):
         has_batches &= not any(isinstance(each, DataLoader) for each in listed)
         expected = "one DataLoader, or a list of batches, that can be gone through again"
         check_option("val_dataloader", val_dataloader, has_batches, expected)
-        is_count = is_int(refresh_every_n_steps, 1)
-        check_option("refresh_every_n_steps", refresh_every_n_steps, is_count, "an int >= 1")
+        check_options(refresh_every_n_steps=refresh_every_n_steps, norms=norms)
         check_option("val_loss", val_loss, val_loss is None or callable(val_loss), "None or a callable (module, batch)")
-        check_option("norms", norms, isinstance(norms, bool), "True or False")
         self.val_dataloader, self.val_loss, self.norms = val_dataloader, val_loss, norms
         self.refresh_every_n_steps = refresh_every_n_steps
         self._forget_gradient()

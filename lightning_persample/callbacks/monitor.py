@@ -48,14 +48,7 @@ from lightning_persample.influence.dataset import MANIFEST
 from lightning_persample.influence.optional_packages import matplotlib
 from lightning_persample.influence.report import Run, Samples, check_labels, layers_of, read_run, write_report
 from lightning_persample.metrics.functional import are_quantiles
-from lightning_persample.options import (
-    CAPTURE_DEFAULTS,
-    CaptureOptions,
-    check_option,
-    check_options,
-    is_int,
-    is_none_or_int,
-)
+from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions, check_option, check_options
 
 _NO_STEP = (
     "no step of an optimizer of the Trainer, or of one inside it with the same parameters, followed a captured backward"
@@ -168,19 +161,15 @@ class PerSampleGradientMonitor(PerSampleCallback):
         **capture: Unpack[CaptureOptions],
     ) -> None:
         super().__init__(every_n_steps, **capture)
-        check_options(per_layer=per_layer)
+        check_options(per_layer=per_layer, histogram=histogram, prog_bar=prog_bar)
+        check_options(worst_samples=worst_samples, report=report, render=render)
         between = "a sequence of numbers strictly between 0 and 1 without duplicates"
         check_option("quantiles", quantiles, _is_list(quantiles) and are_quantiles(quantiles), between)
         choices = "a sequence of " + ", ".join(repr(each) for each in STATISTICS) + " without duplicates"
         known = _is_list(statistics) and all(each in STATISTICS for each in statistics)
         check_option("statistics", statistics, known and len(set(statistics)) == len(statistics), choices)
-        check_option("histogram", histogram, histogram in (True, False), "True or False")
         is_prefix = isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")  # type: ignore[redundant-expr]
         check_option("prefix", prefix, is_prefix, "a str that is not empty and does not end with '/'")
-        check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
-        check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
-        check_option("report", report, report in (True, False), "True or False")
-        check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
         check_labels(labels)
         self.report, self.render, self.labels = report, render, labels
         self.per_layer = per_layer
@@ -235,7 +224,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             A table; the samples that had a norm that is inf or nan are in its `nonfinite`, and no such norm in a mean.
             Where no captured sample has an index, an `UnsupportedError` says why.
         """
-        check_option("k", k, is_int(k, 1), "an int >= 1")
+        check_options(k=k)
         return self._norms_of_all().worst(k, self._why_nothing)
 
     def _norms_of_all(self) -> SampleNorms:

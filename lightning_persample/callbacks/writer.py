@@ -38,7 +38,7 @@ from lightning_persample.influence.dataset import GRADIENTS, FolderLock, PartWri
 from lightning_persample.influence.ledger import Ledger, Manifest
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import Shards, StoreManifest
-from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_path
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_path
 
 Columns: TypeAlias = Sequence[Literal["loss", "el2n", "margin"]] | Callable[[Any, Any], Mapping[str, Tensor]] | None
 
@@ -132,8 +132,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         is_projection = projection is None or isinstance(projection, Projection)
         check_option("projection", projection, is_projection, "None or a Projection as Projection(dim=64)")
         check_option("dtype", dtype, dtype in ("float16", "float32", "float64"), "'float16', 'float32' or 'float64'")
-        check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
-        check_options(per_layer=per_layer, overwrite=overwrite)
+        check_options(flush_every=flush_every, per_layer=per_layer, overwrite=overwrite)
         self._write_to(Path(dirpath))
         self.columns = columns
         self.per_layer = per_layer

@@ -30,7 +30,7 @@ from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, broken_fi
 from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, read_ledger
 from lightning_persample.influence.optional_packages import arrow, matplotlib
 from lightning_persample.influence.pictures import Render, data_address, rendered, shortened
-from lightning_persample.options import check_option, is_int
+from lightning_persample.options import check_option, check_options
 
 _MOST_WINDOWS, _BINS, _MOST_POINTS, _MOST_CURVE = 80, 36, 5000, 600
 _QUANTILES = (0.05, 0.5, 0.95)
@@ -104,8 +104,7 @@ def report(
     """
     check_option("dirpaths", dirpaths, bool(dirpaths), "at least one folder")
     check_option("out", out, _may_be_file(out), "the path of a file, not of a folder")
-    check_option("k", k, is_int(k, 1), "an int >= 1")
-    check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
+    check_options(k=k, render=render)
     check_labels(labels)
     run = read_run([Path(each) for each in dirpaths])
     if title is not None:

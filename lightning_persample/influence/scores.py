@@ -22,7 +22,7 @@ from lightning_persample.influence.by_sample import SampleTable, aligned, togeth
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
-from lightning_persample.options import check_option, is_int
+from lightning_persample.options import check_option, check_options
 
 _SHOWN = 3  # of the largest, and of the smallest
 
@@ -62,7 +62,7 @@ def ranked(
 ) -> list[tuple[int | str, float]]:
     """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan."""
     k = as_int(k)
-    check_option("k", k, is_int(k, 1), "an int >= 1")
+    check_options(k=k)
     known = (~scores.isnan()).nonzero().flatten()
     order = known[scores[known].argsort(descending=largest, stable=True)][:k]
     return [(index[place], float(scores[place])) for place in order.tolist()]
