@@ -376,18 +376,19 @@ class Storing(Passing):
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
         if trainer.is_global_zero:
-            self._warn_of_kept()
-            self._promise(self._expected(len(rows)))
+            wanted, kept = self._wanted_and_kept()
+            self._warn_of_kept(wanted, kept)
+            self._promise(-1 if wanted is None else len(rows) + wanted - kept)
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._asked.dirpath, self._manifest, trainer.global_rank, self._asked.rows_per_shard)
 
-    def _expected(self, there: int) -> int:
-        """How many rows the store is going to have; -1 where only the batches tell it."""
+    def _wanted_and_kept(self) -> tuple[int | None, int]:
+        """How many rows are wanted, None where only the batches tell it, and how many of them are there already."""
         indices = self._asked.samples.indices()
+        visited = [self._visited_at(place) for place in range(len(self._asked.checkpoints))]
         if indices is None:
-            return -1
-        lacking = (np.setdiff1d(indices, self._visited_at(place)) for place in range(len(self._asked.checkpoints)))
-        return there + sum(map(len, lacking))
+            return None, sum(map(len, visited))
+        return len(indices) * len(visited), sum(int(np.isin(indices, there).sum()) for there in visited)
 
     def _promise(self, rows: int) -> None:
         """Say in the manifest how many rows complete the store, and no fewer than were to be there before."""
@@ -395,17 +396,12 @@ class Storing(Passing):
         self._manifest = replace(self._manifest, rows=promised)
         self._write(self._shards.write_manifest, self._manifest)
 
-    def _warn_of_kept(self) -> None:
+    def _warn_of_kept(self, wanted: int | None, kept: int) -> None:
         """Nobody knows whether the rows that are kept are of these data, or of these callables."""
         unknown = ["the data"] if self._manifest.settings["data"] is None else []
         unknown += [f"{name} (a lambda, or an object)" for name in self._asked.not_compared]
-        if not unknown:
-            return
-        indices = self._asked.samples.indices()
-        visited = [self._visited_at(place) for place in range(len(self._asked.checkpoints))]
-        kept = sum(len(there) if indices is None else int(np.isin(indices, there).sum()) for there in visited)
-        if kept:
-            of = "" if indices is None else f" of the {len(indices) * len(visited)}"
+        if unknown and kept:
+            of = "" if wanted is None else f" of the {wanted}"
             warn_user(
                 f"dirpath={str(self._asked.dirpath)!r} holds {kept}{of} rows already, which are kept; "
                 f"{', '.join(unknown)} are not compared with those that they are of: after a change of them (inputs, "
