@@ -213,10 +213,30 @@ def logra_terms(
     has_weights = is_eigen if robust is None else robust
     groups = _groups(store, products.max_memory)
 
+    def factors_of(names: list[str]) -> Iterator[tuple[slice, Tensor | None]]:
+        """For each parameter its columns and L with ``L L^T = H + damping I``, H shrunk; None where it is 0."""
+        own, scales = store.parameters(names), None
+        columns = [own.columns_of(name) for name in names]
+        if has_weights:
+            squares, count = second_moments(own, columns, products, diagonal=True)
+            scales = [float(each.sum()) / count for each in squares]
+        moments, count = second_moments(own, columns, products, scales=scales)
+        for name, part, moment in zip(names, columns, moments, strict=True):
+            moment /= count
+            if not moment.diagonal().any():  # its part of every training gradient is 0, and so is that of every score
+                yield part, None
+                continue
+            if share:
+                diagonal = moment.diagonal().clone()
+                moment *= 1 - share
+                moment.diagonal().copy_(diagonal)
+            unit = 1.0 if absolute else float(moment.diagonal().sum())
+            what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
+            yield part, products.held(cholesky_factor(moment, damping, unit, what))
+
     def solvers() -> Iterator[tuple[list[str], Transform]]:
         for names in groups:
-            factors = _factors(store.parameters(names), names, damping, share, has_weights, absolute, products)
-            yield names, partial(solved_by, factors=factors)
+            yield names, partial(solved_by, factors=[*factors_of(names)])
 
     made = [*solvers()] if len(groups) == 1 else None
 
@@ -240,37 +260,6 @@ def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
         groups[-1].append(parameter.name)
         room -= needed
     return groups
-
-
-def _factors(
-    store: GradientStore,
-    names: list[str],
-    damping: float,
-    shrinkage: float,
-    robust: bool,
-    absolute: bool,
-    products: Products,
-) -> list[tuple[slice, Tensor | None]]:
-    """For each parameter its columns and L with ``L L^T = H + damping I``, H shrunk; None where it is 0."""
-    columns, scales = [store.columns_of(name) for name in names], None
-    if robust:
-        squares, count = second_moments(store, columns, products, diagonal=True)
-        scales = [float(each.sum()) / count for each in squares]
-    moments, count = second_moments(store, columns, products, scales=scales)
-    found: list[tuple[slice, Tensor | None]] = []
-    for name, part, moment in zip(names, columns, moments, strict=True):
-        moment /= count
-        if not moment.diagonal().any():  # its part of every training gradient is 0, and so is its part of every score
-            found.append((part, None))
-            continue
-        if shrinkage:
-            diagonal = moment.diagonal().clone()
-            moment *= 1 - shrinkage
-            moment.diagonal().copy_(diagonal)
-        unit = 1.0 if absolute else float(moment.diagonal().sum())
-        what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
-        found.append((part, products.held(cholesky_factor(moment, damping, unit, what))))
-    return found
 
 
 def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:

@@ -287,27 +287,22 @@ def _to_float16(values: Tensor, largest: NDArray[np.float64]) -> tuple[Tensor, N
 
 
 def read_values(
-    paths: Sequence[str],
-    shard: NDArray[np.int64],
-    position: NDArray[np.int64],
-    checksums: NDArray[np.uint32],
-    scale: NDArray[np.float64],
-    ranges: Sequence[tuple[int, int]],
-    dtype: str,
+    paths: Sequence[str], lies: NDArray[Any], scale: NDArray[Any], ranges: Sequence[tuple[int, int]], dtype: str
 ) -> NDArray[Any]:
     """The values of rows, read through memory maps: of each shard no more than the pages that hold them."""
-    # shard (m,), position (m,), checksums (m, parts of 16 KiB), scale (m,)
+    # lies (m,): the shard of each row, its position there, and the checksums of its values; scale (m,)
     # A file with fewer values than its rows say, or with others, is refused.
-    if len(shard):  # before there is room for as many columns as the manifest says
-        _mapped(paths[int(shard[0])], int(position[0]), max(stop for _, stop in ranges))
-    out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)
+    shard, end = lies["shard"], max(stop for _, stop in ranges)
+    if len(lies):  # before there is room for as many columns as the manifest says
+        _mapped(paths[int(shard[0])], int(lies["position"][0]), end)
+    out = np.empty((len(lies), sum(stop - start for start, stop in ranges)), dtype)
     order = np.argsort(shard, kind="stable")
     is_scaled = False
-    for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if len(shard) else ():
-        path = paths[int(shard[rows[0]])]
-        values = _mapped(path, int(position[rows].max()), max(stop for _, stop in ranges))
-        _check(path, values, position[rows], checksums[rows], ranges)
-        taken, given = _as_slice(position[rows]), _as_slice(rows)
+    for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if len(lies) else ():
+        path, position = paths[int(shard[rows[0]])], lies["position"][rows]
+        values = _mapped(path, int(position.max()), end)
+        _check(path, values, lies[rows], ranges)
+        taken, given = _as_slice(position), _as_slice(rows)
         at = 0
         for start, stop in ranges:
             out[given, at : at + stop - start] = values[taken, start:stop]
@@ -329,17 +324,11 @@ def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
     return values
 
 
-def _check(
-    path: str,
-    values: NDArray[Any],
-    position: NDArray[np.int64],
-    checksums: NDArray[np.uint32],
-    ranges: Sequence[tuple[int, int]],
-) -> None:
+def _check(path: str, values: NDArray[Any], lies: NDArray[Any], ranges: Sequence[tuple[int, int]]) -> None:
     """Compare the checksums of what is read of some rows of a shard."""
     width = _CHECKED_BYTES // values.itemsize
     parts = sorted({part for start, stop in ranges for part in range(start // width, -(-stop // width))})
-    for place, expected in zip(position.tolist(), checksums, strict=True):
+    for place, expected in zip(lies["position"].tolist(), lies[CHECKSUM], strict=True):
         row = values[place]
         found = [zlib.crc32(row[part * width : (part + 1) * width]) for part in parts]
         if parts[-1] >= len(expected) or found != expected[parts].tolist():

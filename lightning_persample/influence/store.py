@@ -72,10 +72,11 @@ class GradientStore:
         lengths, joined = list(map(len, rows)), np.concatenate(rows)
         order = np.argsort(joined["checkpoint"], kind="stable")
         self.rows = repack_fields(joined[order][list(dtype.names or ())])
-        self._checksums = joined[CHECKSUM][order]
         self._paths = tuple(os.fspath(part.path) for part in parts)
-        self._shard = np.repeat(np.arange(len(lengths)), lengths)[order]
-        self._position = np.concatenate([*map(np.arange, lengths)])[order]
+        lies = np.empty(len(joined), [("shard", "<i8"), ("position", "<i8"), (CHECKSUM, joined.dtype[CHECKSUM])])
+        lies["shard"], lies[CHECKSUM] = np.repeat(np.arange(len(lengths)), lengths), joined[CHECKSUM]
+        lies["position"] = np.concatenate([*map(np.arange, lengths)])
+        self._lies = lies[order]  # where each row lies
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
         if not partial:
             shards.check_complete(self.manifest, len(self.rows))
@@ -192,8 +193,7 @@ class GradientStore:
                 f"positions from 0 to {len(self) - 1}"
             )
         part = copy.copy(self)
-        part.rows, part._shard, part._position = self.rows[chosen], self._shard[chosen], self._position[chosen]
-        part._checksums = self._checksums[chosen]
+        part.rows, part._lies = self.rows[chosen], self._lies[chosen]
         return part
 
     def parameters(self, names: Sequence[str]) -> GradientStore:
@@ -235,11 +235,9 @@ class GradientStore:
 
     def _read(self, start: int, stop: int, dtype: str) -> tuple[Any, ...]:
         """The arguments of `read_values` for these rows."""
-        own = slice(start, stop)
-        used, shard = np.unique(self._shard[own], return_inverse=True)
-        paths = tuple(self._paths[i] for i in used)
-        scale = self.rows["scale"][own]
-        return paths, shard, self._position[own], self._checksums[own], scale, self._ranges, dtype
+        lies, scale = self._lies[start:stop].copy(), self.rows["scale"][start:stop]
+        used, lies["shard"] = np.unique(lies["shard"], return_inverse=True)
+        return tuple(self._paths[i] for i in used), lies, scale, self._ranges, dtype
 
     def _cut(self, max_memory: int | None, dtype: str, held: int) -> list[tuple[int, int]]:
         """Rows from start to stop that are read at once: as they are stored, and as they are given `held` times."""
