@@ -23,7 +23,7 @@ from lightning_persample.callbacks.sample_index import TrainingView, keys_of, wh
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
 from lightning_persample.capture.failure import guard, stop
 from lightning_persample.capture.record import PerSampleRecord
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.influence.by_sample import aligned
 from lightning_persample.influence.ledger import Manifest, read_manifest
 from lightning_persample.influence.scores import el2n, grand
@@ -149,7 +149,7 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         self._flips, self.report = None, None
         if sum(isinstance(each, LabelNoiseProbe) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise OptionError("this Trainer has two LabelNoiseProbe: let each have a run of its own")
-        folder = trainer.log_dir  # asks all processes
+        folder = of_user(getattr, trainer, "log_dir")  # asks all processes, and the logger
         if not self._is_placed:
             self._write_to(Path(folder or trainer.default_root_dir) / "label_noise")
         super().setup(trainer, pl_module, stage)

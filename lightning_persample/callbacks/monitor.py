@@ -42,7 +42,7 @@ from lightning_persample.callbacks.worst import SampleNorms, WorstSamples, write
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.influence import charts
 from lightning_persample.influence.dataset import MANIFEST
 from lightning_persample.influence.optional_packages import matplotlib
@@ -269,7 +269,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Write the page, if it is asked for, when every ledger of the Trainer is complete."""
         if not self.report or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        folder, norms = trainer.log_dir, self._norms_of_all()  # ask all processes
+        folder, norms = of_user(getattr, trainer, "log_dir"), self._norms_of_all()  # ask all processes
         if folder is None or not trainer.is_global_zero:
             return
         settings = {

@@ -660,7 +660,7 @@ def _batch_size_of(loader: Any) -> int | None:
     if type(size) is not int:
         return None
     rows = getattr(sampler, "sampler", None)
-    return min(size, len(rows)) if isinstance(rows, Sized) else size
+    return min(size, of_user(len, rows)) if isinstance(rows, Sized) else size
 
 
 def _named(rows: Mapping[str, int], found: Iterable[Tensor | list[Any] | None]) -> list[str | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
-from lightning_persample.errors import UnsupportedError
+from lightning_persample.errors import UnsupportedError, of_user
 from lightning_persample.influence.by_sample import (
     AT_DIFFERENT_TIMES,
     SampleTable,
@@ -266,7 +266,7 @@ def write_worst_samples(
     """
     # To be called on every process alike. A table without samples is not written. Below the samples with the largest
     # means are those that had a norm that is not finite and are not among them, k at most, without mean.
-    folder = trainer.log_dir  # asks all processes
+    folder = of_user(getattr, trainer, "log_dir")  # asks all processes, and the logger
     try:
         worst = norms.worst(k, why_nothing)
     except UnsupportedError as error:

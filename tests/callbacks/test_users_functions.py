@@ -6,8 +6,9 @@ import traceback
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from lightning_persample import (
     EigenProjection,
@@ -26,6 +27,19 @@ class Unusual(Exception):
 
 def fails(*args):
     raise Unusual("in the user's code")
+
+
+class FailingLogger(DummyLogger):
+    save_dir = property(fails)  # which Lightning asks for where the folder of a run is wanted
+
+
+class FailingSampler(SequentialSampler):
+    __len__ = fails
+
+
+class TwoLoaders(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["one"], batch_idx)
 
 
 class Items(Dataset):
@@ -117,6 +131,23 @@ CASES = {
     "label noise, relabel": probe(relabel=fails, num_classes=4),
     "label noise, item": probe(DataLoader(Items(), 4), num_classes=4),
     "label noise, item as labels are read": probe(DataLoader(Items(), 4)),
+    "label noise, folder of the logger": lambda folder: fit(
+        Classifier(), [LabelNoiseProbe(0.3, num_classes=4)], logger=FailingLogger()
+    ),
+    "monitor, folder of the logger": lambda folder: fit(
+        Classifier(), [PerSampleGradientMonitor(1, worst_samples=1)], logger=FailingLogger()
+    ),
+    "monitor, page in the folder of the logger": lambda folder: fit(
+        Classifier(), [PerSampleGradientMonitor(1, report=True)], logger=FailingLogger()
+    ),
+    "several loaders, sampler": lambda folder: fit(
+        TwoLoaders(),
+        [Recorder()],
+        data={
+            "one": loader(),
+            "other": DataLoader(loader(8).dataset, batch_sampler=BatchSampler(FailingSampler(range(8)), 4, False)),
+        },
+    ),
     "monitor, batch_layout": watched(PerSampleGradientMonitor, batch_layout=fails),
     "loop, batch_layout": watched(engine="loop", batch_layout=fails),
     "sample_index": watched(sample_index=fails),
