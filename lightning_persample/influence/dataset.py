@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
 from tokenize import TokenError
@@ -317,15 +319,11 @@ class Dataset(ABC, Generic[M]):
 
     def gap(self, before: int | None = None) -> str:
         """Which part of a process is not there any more, though a later one with rows before this step is; or ""."""
-        parts = self.parts()
-        for rank in dict.fromkeys(part.rank for part in parts):
-            written = [part for part in parts if part.rank == rank]
-            for place, part in enumerate(written):
-                if part.counter == place:
-                    continue
-                if before is None or self._steps(part).min(initial=before) < before:
-                    return f"file {place} of process {rank}, which has written {written[-1].counter + 1}"
-                break
+        for rank, of_rank in groupby(self.parts(), key=attrgetter("rank")):
+            written = [*of_rank]
+            place, part = next(((n, part) for n, part in enumerate(written) if part.counter != n), (0, None))
+            if part is not None and (before is None or self._steps(part).min(initial=before) < before):
+                return f"file {place} of process {rank}, which has written {written[-1].counter + 1}"
         return ""
 
     def files(self) -> dict[int, int]:

@@ -740,16 +740,6 @@ def _text(value: object) -> str:
 
 def _json(value: object) -> str:
     """Numbers for a script of the page: null for what is not finite, and nothing that ends the script."""
-    return json.dumps(_plain(value), allow_nan=False).replace("<", "\\u003c")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int)) else str(value)
+    given = json.dumps(value, default=lambda each: each.tolist() if isinstance(each, np.ndarray) else str(each))
+    plain = json.loads(given, parse_float=lambda digits: float(f"{float(digits):.6g}"), parse_constant=lambda _: None)
+    return json.dumps(plain, allow_nan=False).replace("<", "\\u003c")

@@ -414,10 +414,10 @@ def _of_store(
     )
     store, unknown = known_rows(store, "train")
     values = {name: torch.tensor(store.rows[name], dtype=torch.float64) for name in factors}
-    for number, rate in zip(numbers, rates, strict=True):
-        rows = torch.from_numpy(store.rows["checkpoint"] == number)
-        rows &= values["learning_rate"].isnan() if learning_rates is None else rows
-        values["learning_rate"][rows] = torch.nan if rate is None else float(rate)
+    known = torch.tensor([math.nan if rate is None else float(rate) for rate in rates], dtype=torch.float64)
+    known = known[numpy.searchsorted(numbers, store.rows["checkpoint"])]
+    own = values["learning_rate"]
+    values["learning_rate"] = known.where(own.isnan(), own) if learning_rates is None else known
     for name, column in values.items():
         missing = int(column.isnan().sum())
         if missing:

@@ -121,7 +121,11 @@ def vmap_per_sample_grads(
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         replaced = {f"module.{name}": tensor for name, tensor in by_place(module, parameters | copies).items()}
         loss = functional_call(holder, replaced, tree_unflatten(one, spec), tie_weights=False)
-        _check_loss(loss)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            raise PerSampleError(
+                f"loss_fn must give a scalar, a tensor without axes, but gave {described(loss)}; reduce it, for "
+                "example with .sum()"
+            )
         return loss
 
     with_grads = grad_and_value(loss_of) if parameters else lambda *args: ({}, loss_of(*args))
@@ -212,14 +216,6 @@ class _LossOf(nn.Module):
 
     def forward(self, *batch: Any) -> Tensor:
         return self._loss_fn(self.module, *batch)
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.dim() > 0:
-        scalar = "a scalar, a tensor without axes"
-        raise PerSampleError(
-            f"loss_fn must give {scalar}, but gave {described(loss)}; reduce it, for example with .sum()"
-        )
 
 
 def _splittable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
