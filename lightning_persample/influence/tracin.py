@@ -416,8 +416,8 @@ def _of_store(
     values = {name: torch.tensor(store.rows[name], dtype=torch.float64) for name in factors}
     known = torch.tensor([math.nan if rate is None else float(rate) for rate in rates], dtype=torch.float64)
     known = known[numpy.searchsorted(numbers, store.rows["checkpoint"])]
-    own = values["learning_rate"]
-    values["learning_rate"] = known.where(own.isnan(), own) if learning_rates is None else known
+    of_rows = values["learning_rate"]
+    values["learning_rate"] = known.where(of_rows.isnan(), of_rows) if learning_rates is None else known
     for name, column in values.items():
         missing = int(column.isnan().sum())
         if missing:
