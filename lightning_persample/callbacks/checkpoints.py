@@ -18,10 +18,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of, replaced
+from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of
 from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.tracin import adam_direction
+from lightning_persample.reference.untouched import replaced
 from lightning_persample.torch_internals import COMPILED
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, TypeGuard
@@ -30,6 +30,7 @@ from lightning_persample.capture.failure import once
 from lightning_persample.capture.parameters import sharded_elsewhere
 from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError, of_user
+from lightning_persample.reference.untouched import replaced
 from lightning_persample.torch_internals import has_compiled_part
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -123,19 +124,6 @@ def outputs_of(module: Any, loss: Callable[[Any, Any], Any] | None, batch: Any, 
         return of_user(loss, module, batch)
     takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return of_user(module.training_step, batch, *([batch_idx] if takes_number else []))
-
-
-@contextmanager
-def replaced(attributes: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
-    """Let an object have other attributes in this context, of which it afterwards has its own, or none as before."""
-    own = {name: attributes[name] for name in others if name in attributes}
-    attributes.update(others)
-    try:
-        yield
-    finally:
-        for name in others:
-            del attributes[name]
-        attributes.update(own)
 
 
 def validating(trainer: Trainer) -> AbstractContextManager[None]:

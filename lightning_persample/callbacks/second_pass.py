@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout, with_kinds_of
-from lightning_persample.callbacks.lightning_internals import loss_scale, replaced
+from lightning_persample.callbacks.lightning_internals import loss_scale
 from lightning_persample.callbacks.observed_step import SampleChoice, Sums
 from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.observing import without_compilation
@@ -39,7 +39,7 @@ from lightning_persample.reference.samples import (
     tensors_of,
     with_tensors,
 )
-from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
+from lightning_persample.reference.untouched import ModuleState, replaced, untouched, without_dropout
 from lightning_persample.reference.verify import RANDOM, check_per_sample_gradients
 from lightning_persample.torch_internals import COLLECTIVES, TorchDispatchMode
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MemberDescriptorType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,6 +206,19 @@ def _is_same(state: Any, other: Any) -> bool:
     return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
 
 
+@contextmanager
+def replaced(attributes: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object have other attributes in this context, of which it afterwards has its own, or none as before."""
+    own = {name: attributes[name] for name in others if name in attributes}
+    attributes.update(others)
+    try:
+        yield
+    finally:
+        for name in others:
+            del attributes[name]
+        attributes.update(own)
+
+
 # Functions of torch that draw a dropout mask, and where their probability stands.
 _DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
     **dict.fromkeys(
@@ -231,34 +244,20 @@ def _without_its_dropout(function: Callable[..., Any], args: tuple[Any, ...], kw
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Set the dropout probability of torch's own layers and functions to 0 in this context."""
-    found: list[tuple[Any, str, float]] = []
-    for layer in module.modules():
-        if isinstance(layer, DropoutBase):
-            found.append((layer, "p", layer.p))
-        elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
-            found.append((layer, "dropout", layer.dropout))
-    for layer, name, _ in found:
-        setattr(layer, name, 0.0)
-    try:
-        with ObservingMode(_without_its_dropout).active():
-            yield
-    finally:
-        for layer, name, probability in found:
-            setattr(layer, name, probability)
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, (DropoutBase, nn.MultiheadAttention, nn.RNNBase)):
+                name = "p" if isinstance(layer, DropoutBase) else "dropout"
+                stack.enter_context(replaced(vars(layer), {name: 0.0}))
+        stack.enter_context(ObservingMode(_without_its_dropout).active())
+        yield
 
 
 @contextmanager
 def recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
     """Let recurrent layers of cuDNN, which have no backward in evaluation, compute the same in training."""
-    layers = [(each, each.dropout) for each in module.modules() if _lacks_a_backward(each)]
-    for layer, _ in layers:
-        layer.training, layer.dropout = True, 0.0
-    try:
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase) and not layer.training and any(p.is_cuda for p in layer.parameters()):
+                stack.enter_context(replaced(vars(layer), {"training": True, "dropout": 0.0}))
         yield
-    finally:
-        for layer, probability in layers:
-            layer.training, layer.dropout = False, probability
-
-
-def _lacks_a_backward(module: nn.Module) -> TypeGuard[nn.RNNBase]:
-    return isinstance(module, nn.RNNBase) and not module.training and any(p.is_cuda for p in module.parameters())
