@@ -100,6 +100,10 @@ logs_now: Callable[[Trainer], bool] = attrgetter("_logger_connector.should_updat
 """Whether Lightning logs what happens in the current batch."""
 
 
+callback_metrics: Callable[[Trainer], dict[str, torch.Tensor]] = attrgetter("_logger_connector._callback_metrics")
+"""`Trainer.callback_metrics` without what `self.log` was given in this batch, which Lightning adds after it."""
+
+
 def window_continues(trainer: Trainer) -> bool:
     """Whether the current batch ends without an optimizer step, because gradients are being accumulated."""
     return trainer.fit_loop._should_accumulate()

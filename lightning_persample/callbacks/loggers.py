@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_persample.callbacks.lightning_internals import is_a, prefix_of
+from lightning_persample.callbacks.lightning_internals import callback_metrics, is_a, prefix_of
 from lightning_persample.capture.record import warn_user
 from lightning_persample.errors import of_user
 from lightning_persample.influence.pictures import montage
@@ -189,7 +189,7 @@ def log_metrics(
             of_user(logger.log_metrics, values, step=step)
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
-        trainer.callback_metrics.update(zip(new, torch.tensor([*new.values()]).unbind(), strict=True))
+        callback_metrics(trainer).update(zip(new, torch.tensor([*new.values()]).unbind(), strict=True))
 
 
 def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:

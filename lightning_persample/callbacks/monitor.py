@@ -459,7 +459,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
             metrics |= named
             if step is not None:
                 new |= named
-        self._norms.settle()
         log_metrics(trainer, metrics, new, step=logging_step(trainer), drawn=self._drawn)
         kept = metrics if self.report else {name: value for name, value in metrics.items() if name in self._drawn}
         norms = [step.norms for step in steps.values()] if self.report else []

@@ -741,7 +741,7 @@ def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:
     keys = drawn.keys
     if keys is None or len(keys) != batch_size:
         return None
-    fit = all(type(key) is int and -(2**63) <= key < 2**63 for key in keys)
+    fit = {*map(type, keys)} <= {int} and min(keys, default=0) >= -(2**63) and max(keys, default=0) < 2**63
     return torch.tensor(keys, dtype=torch.int64) if fit else list(keys)
 
 

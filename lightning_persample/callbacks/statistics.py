@@ -337,7 +337,7 @@ class CapturedBatch:
         rows = None
         if record.names:
             norms, of_group = record.norms(), {} if depth is None else record.group_norms(depth)
-            absent, weights = torch.full_like(norms, math.nan), record._relative_weights
+            absent, weights = torch.full_like(norms, math.nan) if groups else norms, record._relative_weights
             weights = torch.ones_like(norms) if weights is None else weights.to(norms)
             rows = torch.stack([norms, *[of_group.get(group, absent).to(norms.dtype) for group in groups], weights])
         return cls(record.num_values, rows, record.coverage)

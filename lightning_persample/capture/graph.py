@@ -14,7 +14,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.capture.failure import guard
-from lightning_persample.torch_internals import AccumulateGrad, counted_from_front, is_view, view_base
+from lightning_persample.torch_internals import (
+    AccumulateGrad,
+    counted_from_front,
+    is_view,
+    view_base,
+    without_torch_function,
+)
 
 Nodes: TypeAlias = set[Node]
 Edges: TypeAlias = dict[Node, list[Node]]
@@ -251,8 +257,14 @@ def on_arrival(
     tensor: Tensor, hook: Callable[[Tensor], object], failed: Callable[[Exception], object]
 ) -> RemovableHandle:
     """Call the hook with the gradient of a leaf or a loss, if it gets one: a custom function may hand on None."""
-    guarded = guard(hook, failed)
+    guarded = guard(partial(_unoffered, hook), failed)
     return tensor.register_hook(lambda grad: None if grad is None else guarded(grad))
+
+
+def _unoffered(hook: Callable[[Tensor], object], grad: Tensor) -> None:
+    """Nobody is offered the calls in a hook of ours."""
+    with without_torch_function():
+        hook(grad)
 
 
 def hooked_tensor(output: Tensor) -> Tensor:
