@@ -37,7 +37,8 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+        if plain.numel():  # an empty one may have strides that no view takes
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
         for key, each in value.items():
             digest.update(f"{key!r}:".encode())

@@ -47,9 +47,8 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
                 of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite, step, _EDGES)
             elif is_a(logger, "WandbLogger"):
                 low, high = finite.min(), finite.max()
-                counted = np.histogram(
-                    finite, _BINS, (low, max(high, low * (1 + 1e-9)))
-                )  # of norms that are alike, too
+                ends = low, max(high, low * (1 + 1e-9))  # of norms that are alike, too
+                counted = np.histogram(finite, _BINS, ends)
                 _log_to_wandb(logger, name, "Histogram", np_histogram=counted, step=step)
 
 
@@ -129,8 +128,11 @@ def _said_if_disk_fails(name: str) -> Iterator[None]:
     """Where something is written: an `OSError` (the disk is full) is a warning, once."""
     try:
         yield
-    except OSError as error:
-        _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
+    except (OSError, ValueError) as error:  # Lightning's TensorBoardLogger makes a ValueError of each
+        why = error.__cause__ if isinstance(error, ValueError) else error
+        if not isinstance(why, OSError):
+            raise
+        _say_once(f"`{name}` is not written: {why.strerror or why}. Training goes on without it")
 
 
 def _experiment(logger: Logger) -> Any:

@@ -125,6 +125,7 @@ def test_fingerprints():
         TensorDataset(rows, rows),
         TensorDataset(-rows),
         Subset(whole, [0, 1]),
+        Subset(whole, []),
         Subset(whole, [1, 0]),
         Subset(Subset(whole, [1, 0]), [1, 0]),
         ConcatDataset([whole]),
