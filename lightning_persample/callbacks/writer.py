@@ -203,7 +203,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is not None and self._parts is not None:  # what a fit that goes on has to find
             state["files"] = self._ledger.files()
-            state["gradient_files"] = self._store_files()
+            state["gradient_files"] = self._store.files()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note of which run the checkpoint is; the folder may have had another name then."""
@@ -509,14 +509,11 @@ class PerSampleGradientWriter(PerSampleCallback):
             return 0, lost_gradients
         self._has_stepped = trainer.global_step > self._last_step
         run = "" if self._manifest is None else self._manifest.run
-        self._written = {run: (self._ledger.files(), self._store_files())}  # for a further fit
+        self._written = {run: (self._ledger.files(), self._store.files())}  # for a further fit
         lost = parts.lost + parts.waiting
         if lost:
             self._warn(f"{lost} rows of the ledger in {str(self.dirpath)!r} were not written")
         return lost, lost_gradients
-
-    def _store_files(self) -> dict[int, int]:
-        return self._store.files() if self._store.dirpath.is_dir() else {}
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients"))

@@ -297,7 +297,8 @@ class Dataset(ABC, Generic[M]):
     def parts(self) -> list[Part]:
         """The parts, by rank and in the order in which each process wrote them."""
         name = re.compile(rf"{self.prefix}-(\d+)-(\d+){re.escape(self.suffix)}")
-        matches = filter(None, (name.fullmatch(path.name) for path in self.dirpath.iterdir()))
+        there = self.dirpath.iterdir() if self.dirpath.is_dir() else ()  # somebody may remove it
+        matches = filter(None, (name.fullmatch(path.name) for path in there))
         return [self.part(*key) for key in sorted((int(match[1]), int(match[2])) for match in matches)]
 
     def drop_rows(self, step: int) -> None:

@@ -6,6 +6,8 @@ import errno
 import importlib
 import json
 import os
+import re
+import shutil
 
 import pytest
 import torch
@@ -181,6 +183,24 @@ def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder, 
     table = read_ledger(folder)
     assert table.num_rows == 22  # of the other run alone, which is complete
     assert len(GradientStore(folder / "_gradients")) == 22
+
+
+class RemovesFolder(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            shutil.rmtree(self.folder)
+
+
+def test_a_folder_that_is_removed_in_a_fit_costs_its_rows_alone(folder):
+    writer = PerSampleGradientWriter(folder, flush_every=1)
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(writer, callbacks=[RemovesFolder(folder)], max_epochs=1)
+    first, last = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert "cannot be written: [Errno 2] No such file or directory" in first
+    assert re.search(r"\d+ rows of the ledger in '.*' were not written", last)
 
 
 def test_two_writers_of_a_trainer_need_a_folder_each(folder, monkeypatch):
