@@ -7,10 +7,11 @@ of torch calls, which run again without the Python code that chose them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from operator import getitem, itemgetter
+from operator import getitem
+from types import CodeType, FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -70,30 +71,50 @@ class Program:
 
     # A step has its function (None makes a tuple), the slots of its arguments, that of its result, and those that
     # nobody reads any more. `constants` are what the slots hold besides, `checks` slots of numbers, each with the least
-    # for which the results hold.
+    # for which the results hold. They become the lines of one function: where kernels are short, a loop over steps
+    # takes as long as these.
 
-    __slots__ = ("_checks", "_constants", "_read", "_steps")
+    __slots__ = ("functions", "run")
+
+    functions: tuple[Callable[..., Any] | None, ...]
+    """What the steps call."""
+    run: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[tuple[Tensor, float]]]]
+    """The results for tensors laid out like those of the recording, which hold if no number is below its least."""
 
     def __init__(
         self,
-        steps: Sequence[tuple[Callable[..., Any] | None, Callable[[list[Any]], Any], int, tuple[int, ...]]],
+        given: int,
+        steps: Sequence[tuple[Callable[..., Any] | None, Sequence[int], int, Sequence[int]]],
         constants: Sequence[Any],
         results: Sequence[int],
         checks: Sequence[tuple[int, float]],
     ) -> None:
-        self._steps, self._constants, self._read, self._checks = steps, constants, _reader(results), checks
+        made, values = set(range(given)), dict[str, Any]()
 
-    def run(self, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[tuple[Tensor, float]]]:
-        """The results for tensors laid out like those of the recording, which hold if no number is below its least."""
-        slots = [*given, *self._constants]
-        for function, read, place, over in self._steps:
-            slots[place] = read(slots) if function is None else function(*read(slots))
-            for slot in over:
-                slots[slot] = None
-        checks = []
-        for slot, least in self._checks:
-            checks.append((slots[slot], least))
-        return self._read(slots), checks
+        def joined(slots: Iterable[int]) -> str:
+            names = []
+            for slot in slots:
+                names.append(f"{'s' if slot in made else 'c'}{slot}")
+                if slot not in made:
+                    values[names[-1]] = constants[slot - given]
+            return ", ".join(names)
+
+        lines = ["def run(given):", f" [{joined(range(given))}] = given"]
+        for number, (function, arguments, place, over) in enumerate(steps):
+            call = f"({joined(arguments)},)"
+            if function is not None:
+                values[f"f{number}"], call = function, f"f{number}({joined(arguments)})"
+            made.add(place)
+            lines.append(f" s{place} = {call}")
+            if gone := joined(slot for slot in over if slot in made):
+                lines.append(f" del {gone}")
+        values["least"] = [least for _, least in checks]
+        checked = "".join(f"({joined([slot])}, least[{number}]), " for number, (slot, _) in enumerate(checks))
+        lines.append(f" return ({joined(results)},), ({checked})")
+        code = compile("\n".join(lines), "<program>", "exec")
+        (function_code,) = (part for part in code.co_consts if isinstance(part, CodeType))
+        self.run = FunctionType(function_code, values)
+        self.functions = tuple(function for function, *_ in steps)
 
     def results(self, *given: Tensor) -> Sequence[Tensor]:
         """The results of one that has no numbers to check."""
@@ -253,8 +274,9 @@ class _Recorder:
                 continue
             over = tuple({*arguments, place} - met - constant)
             met.update(over)
-            steps.append((function, _reader(arguments), place, over))
-        return Program(steps[::-1], self._constants, [slot for slot in places if slot is not None], self._checks)
+            steps.append((function, arguments, place, over))
+        found = [slot for slot in places if slot is not None]
+        return Program(self._given, steps[::-1], self._constants, found, self._checks)
 
     def _note(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
@@ -355,11 +377,6 @@ def _is_by_layout(index: Any) -> bool:
     return all(
         isinstance(item, (int, slice, type(None), type(Ellipsis))) and not isinstance(item, bool) for item in items
     )
-
-
-def _reader(slots: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """Reads slots in one call, which gives a tuple or list."""
-    return itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
 
 
 def _into(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

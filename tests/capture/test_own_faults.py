@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_persample.capture import (
     values,
 )
 from lightning_persample.capture.failure import FAULT
-from lightning_persample.gradients import Outer, program
+from lightning_persample.gradients import Outer
 from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
@@ -152,17 +152,24 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
     assert record.coverage < 1
 
 
+def broken_program(given: Sequence[Tensor]) -> None:
+    """In the place of what was recorded of kernels."""
+    raise RuntimeError("broken inside")
+
+
 @pytest.mark.parametrize(
     "function",
     [
         plan.LossPlan.holds,
         plan.Plan.apply,
         plan.PlannedReport.__init__,
-        program.Program.run,
+        broken_program,
         collector.Collector.takes_at_once,
     ],
 )
-def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable[..., Any]) -> None:
+def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What runs a second time only: here, the third."""
     plan.PLANS.clear()
     torch.manual_seed(0)
@@ -170,7 +177,13 @@ def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable
     plain = step(module, x, y)
     for fault in (None, None, function):
         module.zero_grad()
-        with warnings.catch_warnings(record=True) as caught, broken(fault) if fault else nullcontext():
+        if fault is broken_program:
+            programs = [one for each in plan.PLANS.values() if each.slots for one in each.slots.programs.values()]
+            assert programs
+            for each in programs:
+                monkeypatch.setattr(each, "run", broken_program)
+        broken_too = broken(fault) if fault not in (None, broken_program) else nullcontext()
+        with warnings.catch_warnings(record=True) as caught, broken_too:
             warnings.simplefilter("always", PerSampleWarning)
             with expanded_weights(module, (x, y)) as capture:
                 found = step(module, x, y)
