@@ -55,11 +55,8 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     numbers = [o for o in call.operands[1:] if o.axis is not None and o.tensor.dim() == 0 and not _is_mask(o.tensor)]
     if isinstance(item, slice):
         if indices or numbers or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
-            return lost(
-                call,
-                "picks entries by indices that depend on another sample",
-                mixes=crossed(call, *[w for _, w in indices]),
-            )
+            what = "picks entries by indices that depend on another sample"
+            return lost(call, what, mixes=crossed(call, *[w for _, w in indices]))
         if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
             return keep(call, source.moved(position))
     if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
@@ -129,23 +126,12 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
         axis = where.moved(where.dim + start)
     if axis is None:
         return lost(call, "picks entries by a mask computed over the whole batch", mixes=crossed(call))
+    own = isinstance(where, BatchAxis) and axis.dim in covered and axis.same_place(where.moved(where.dim + start))
+    if where is not None and not own and (axis.dim not in covered or call.batch_size > 1):
+        return lost(call, "picks entries by a mask that depends on other samples", mixes=crossed(call, where))
     if axis.dim not in covered:
-        if where is not None:
-            return lost(
-                call,
-                "picks entries by a mask that depends on other samples",
-                mixes=crossed(call, where),
-            )
         place = [dim for dim, item in enumerate(items) if item is not None]  # that of each axis in the result
         return keep(call, axis.moved(place[axis.dim - (mask.dim() - 1) * (axis.dim > start)]))
-    if where is not None and source is not None:
-        own = isinstance(where, BatchAxis) and source.same_place(where.moved(where.dim + start))
-        if not own and call.batch_size > 1:
-            return lost(
-                call,
-                "picks entries by a mask that depends on other samples",
-                mixes=crossed(call, where),
-            )
     rows = mask.nonzero()[:, axis.dim - start]
     owners = row_owners(axis, call.batch_size, rows.device)[rows]
     mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)

@@ -35,7 +35,7 @@ from lightning_persample.batch_axis.base import (
     with_constant_rows,
 )
 from lightning_persample.batch_axis.indexing import written_entries
-from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 
 
 @propagation_rule("reshape", by_layout=True)
@@ -59,12 +59,6 @@ def _follow_squeeze(call: ObservedCall) -> Followed:
 
 
 @propagation_rule("unsqueeze", by_layout=True)
-def _follow_unsqueeze(call: ObservedCall) -> Followed:
-    _, axis = call.located[0]
-    dim = int(call.argument(1, "dim")) % call.outputs[0].dim()
-    return keep(call, axis.moved(axis.dim + (dim <= axis.dim)))
-
-
 @propagation_rule("permutation", by_layout=True)
 def _follow_permutation(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
@@ -231,16 +225,26 @@ def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Foll
     return keep(call, picked(dim, owners, call.batch_size, axis.mixing))
 
 
+@propagation_rule("flip", by_layout=True)
+@propagation_rule("roll")
 @propagation_rule("split", by_layout=True)
-def _follow_split(call: ObservedCall) -> Followed:
+def _follow_rows(call: ObservedCall) -> Followed:
+    """Rows change places along an axis, or are dealt out: the same call says it of the sample of each."""
     tensor, axis = call.located[0]
     if tensor is not call.argument(0, "input", "self") or len(call.located) + len(call.lost) > 1:
         return lost(call, "splits at places that numbers of the batch say", mixes=crossed(call))
-    dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
-    if dim != axis.dim:
+    given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
+    given = given if call.op == "flip" else call.argument(2, "dim", "dims", default=None if call.op == "roll" else 0)
+    dims = dims_argument(given, tensor.dim())
+    if dims is None and call.op == "roll":
+        return lost(call, "moves entries from sample to sample", mixes=None)
+    if dims is None or axis.dim not in dims:
         return keep(call, axis)
-    pieces = row_owners(axis, call.batch_size, tensor.device).split([output.size(dim) for output in call.outputs])
-    return Followed(tuple(picked(dim, piece, call.batch_size, axis.mixing) for piece in pieces))
+    owners = row_owners(axis, call.batch_size, tensor.device)
+    laid = owners.view([-1 if dim == axis.dim else 1 for dim in range(tensor.dim())])
+    moved = call.on(lambda each: replace(each, tensor=laid) if each.tensor is tensor else each)
+    pieces = tensors_in(moved.function(*moved.args, **moved.kwargs))
+    return Followed(tuple(picked(axis.dim, piece.flatten(), call.batch_size, axis.mixing) for piece in pieces))
 
 
 @propagation_rule("unbind", by_layout=True)
@@ -267,29 +271,6 @@ def _follow_nested(call: ObservedCall) -> Followed:
         return lost(call, "gives entries that belong to no sample, or in an order of their own", mixes=None)
     owners = torch.arange(tensor.size(0), device=tensor.device).repeat_interleave(tensor.offsets().diff())
     return keep(call, picked(0, row_owners(axis, call.batch_size, tensor.device)[owners], call.batch_size, axis.mixing))
-
-
-@propagation_rule("flip", by_layout=True)
-def _follow_flip(call: ObservedCall) -> Followed:
-    tensor, axis = call.located[0]
-    given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
-    dims = dims_argument(given, tensor.dim()) or ()  # none given: nothing is flipped
-    if axis.dim not in dims:
-        return keep(call, axis)
-    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).flip(0))
-
-
-@propagation_rule("roll")
-def _follow_roll(call: ObservedCall) -> Followed:
-    tensor, axis = call.located[0]
-    shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
-    if dims is None:
-        return lost(call, "moves entries from sample to sample", mixes=None)
-    pairs = zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True)
-    shift = sum(int(by) for dim, by in pairs if dim == axis.dim)  # an axis may be named more than once
-    if axis.dim not in dims:
-        return keep(call, axis)
-    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(shift))
 
 
 @propagation_rule("select")

@@ -38,6 +38,9 @@ def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
 
 
 @register_rule(
+    torch.mm, arguments=("input", "mat2"), batched=("input",), weights=("mat2",), adds_rows=lambda arguments: True
+)
+@register_rule(
     torch.matmul,
     arguments=("input", "other"),
     batched=("input",),
@@ -46,25 +49,10 @@ def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
 )
 def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     """``y = x @ W``: dW = sum_t x_t (x) g_t; grad_output (B, *t, p), or (B, *t) for a weight of shape (d,)."""
-    return _product("matmul", call, "other", grad_output)
-
-
-@register_rule(
-    torch.mm,
-    arguments=("input", "mat2"),
-    batched=("input",),
-    weights=("mat2",),
-    adds_rows=lambda arguments: True,
-)
-def mm(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
-    """``y = x @ W`` for matrices, as `matmul`."""
-    return _product("mm", call, "mat2", grad_output)
-
-
-def _product(op: str, call: Call, name: str, grad_output: Tensor) -> dict[str, SampleGradient]:
-    if name not in call.weights:
+    if not call.weights:
         return {}
-    weight = call.arguments[name]
+    (name,) = call.weights
+    weight, op = call.arguments[name], "mm" if name == "mat2" else "matmul"
     x = call.arguments["input"].to(grad_output.dtype).conj()
     if weight.dim() == 1:
         _require_positions(op, x.shape[:-1], grad_output.shape)
