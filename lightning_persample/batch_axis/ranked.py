@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, entries_of
 from lightning_persample.batch_axis.base import Followed, has_equal_rows
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, POINTWISE, having
@@ -76,12 +76,16 @@ def _beside_constants(call: ObservedCall, followed: Followed) -> Followed:
 
 def _laid_along(call: ObservedCall, followed: Followed, tensor: Tensor) -> list[int]:
     """The axes of a constant that lie along rows of different samples."""
-    axis = followed.aligned(tensor) if followed.aligned is not None else None
-    if axis is not None or tensor.is_meta or call.op not in POINTWISE:
-        return [] if axis is None or tensor.is_meta else [axis.dim]
-    of_entries = [mark.entries for _, mark in call.lost if mark.ranked and mark.entries is not None]
+    axis = followed.aligned(tensor) if followed.aligned is not None and not tensor.is_meta else None
+    if axis is not None:
+        return [axis.dim]
+    found = [mark.entries for _, mark in call.lost if mark.ranked] if call.op in POINTWISE else []
+    place = call.axis_of(call.args[0]) if call.op == "setitem" and tensor is call.args[2] else None
+    if place is not None and (entries := entries_of(place, call.args[0], call.batch_size)) is not None:
+        found = [entries[call.args[1]]]
+    known = [each for each in found if each is not None and each.numel() and not tensor.is_meta]
     dims = range(-tensor.dim(), 0)
-    return [dim for each in of_entries for dim in dims if -dim <= each.dim() and not has_equal_rows(each, dim)]
+    return [dim for each in known for dim in dims if -dim <= each.dim() and not has_equal_rows(each, dim)]
 
 
 def _clears(call: ObservedCall, tensor: Tensor) -> bool:

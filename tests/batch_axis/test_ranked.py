@@ -42,6 +42,18 @@ def written(z: Tensor, order: Tensor) -> Tensor:
     return rows
 
 
+def with_column(z: Tensor, column: Tensor) -> Tensor:
+    changed = z.clone()
+    changed[:, 0] = column
+    return changed
+
+
+def with_rows(z: Tensor, features: Tensor) -> Tensor:
+    changed = z.clone()
+    changed[:, 1:] = features
+    return changed
+
+
 MEETS: dict[str, Callable[[Network, Tensor], Tensor]] = {
     "rows": lambda m, x: (lambda z: z[by_first(z)] * COLUMN)(m(x)),
     "rows-by-data": lambda m, x: m(x)[by_first(x)] * COLUMN,
@@ -74,6 +86,7 @@ MEETS: dict[str, Callable[[Network, Tensor], Tensor]] = {
     "written": lambda m, x: written(m(x), by_first(x)) * COLUMN,
     "index_copy": lambda m, x: torch.zeros(6, 3).index_copy(0, by_first(x), m(x)) * COLUMN,
     "scatter": lambda m, x: torch.zeros(6, 3).scatter(0, by_first(x)[:, None].expand(6, 3), m(x)) * COLUMN,
+    "beside-a-written-column": lambda m, x: with_column(m(x)[by_first(x)], BY_RANK).prod(1),
     "twice": lambda m, x: m(x)[by_first(x)][by_first(-x)] * COLUMN,
     "partners": lambda m, x: m(x)[(x[:, 0] * 9).long().abs() % 6] * COLUMN,
 }
@@ -126,6 +139,7 @@ def added_each(m: Network, x: Tensor) -> Tensor:
 
 STAYS: dict[str, Callable[[Network, Tensor], Tensor]] = {
     "alone": lambda m, x: m.second(m(x)[by_first(x)]),
+    "beside-written-features": lambda m, x: with_rows(m(x)[by_first(x)], FEATURES[:2]).square(),
     "features": lambda m, x: m(x)[by_first(x)] * FEATURES,
     "equal-rows": lambda m, x: m(x)[by_first(x)] * torch.ones(len(x), 1) * 2.5,
     "beside-its-own": lambda m, x: m(x)[by_first(x)] * x[by_first(x), :3],
