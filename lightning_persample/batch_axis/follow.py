@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.apart import by_entries_moved
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note, laid_along
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, keep, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
@@ -39,7 +41,8 @@ def follow(call: ObservedCall) -> Followed:
     """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
     followed = _follow(call)
     sample = call.sample if call.located and call.batch_size > 1 else None
-    if sample is not None and (call.lost or any(isinstance(place, Lost) for place in followed.outputs)):
+    is_lost = call.lost or any(isinstance(place, Lost) for place in followed.outputs)
+    if sample is not None and is_lost and not any(_has_room(place, call.batch_size) for place in followed.outputs):
         reason, mixing = f"`{call.name}` is of one sample alone{user_line()}", mixing_among(call)
         of_one = Lost(reason, samples=frozenset({sample}), parts=frozenset({1}))
         mark = of_one if mixing is None else Lost(reason, notes=frozenset({("mixing", mixing)}))
@@ -55,6 +58,18 @@ def follow(call: ObservedCall) -> Followed:
         outputs = (replace(mark, notes=notes) if isinstance(mark, Lost) else mark for mark in followed.outputs)
         followed = replace(followed, outputs=tuple(outputs))
     return by_what_samples_give(call, followed)
+
+
+def _has_room(place: BatchAxis | Lost | None, batch_size: int) -> bool:
+    """Whether entries of a sample lie in its row of B beside entries of none, which may be the other samples' rows."""
+    entries = place.entries if isinstance(place, Lost) else None
+    if entries is None:
+        return False
+    own, none = torch.arange(batch_size, device=entries.device), entries < 0
+    return any(
+        size == batch_size and torch.equal(entries, laid_along(own, dim, entries.shape).masked_fill(none, -1))
+        for dim, size in enumerate(entries.shape)
+    )
 
 
 def _follow(call: ObservedCall) -> Followed:

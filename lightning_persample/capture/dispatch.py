@@ -772,8 +772,8 @@ class Dispatcher(Collector):
             if isinstance(mark, Lost) and mark.computed is not None:
                 for note in mark.notes:
                     self.noted.setdefault(note, set()).update(boundary((output,)))
-            if mark is not None:
-                self.marks.set_result(output, mark)
+            if mark is not None or (output.requires_grad and not involved):  # (of rows that are none, as an empty pick)
+                self.marks.set_result(output, mark or CONSTANT)
         if not involved and (rule is None or rule.mixes_samples is None):
             remember(call, followed, None)
             return

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.reference import assert_exact, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -106,6 +106,53 @@ def test_rows_of_slots_that_no_sample_fills_are_named() -> None:
 
     record = record_of(Experts(), loss, torch.randn(B, 5))
     assert any("leaves rows of no sample" in text for text in record.unsupported.values())
+
+
+TO_SAMPLES: dict[str, Callable[..., Tensor]] = {
+    "index_add": lambda z, own, rows: z.index_add(0, own, rows),
+    "index_add_": lambda z, own, rows: z.index_add_(0, own, rows),
+    "scatter_add": lambda z, own, rows: z.scatter_add(0, own[:, None].expand_as(rows), rows),
+    "scatter_reduce": lambda z, own, rows: z.scatter_reduce(0, own[:, None].expand_as(rows), rows, "amax"),
+    "index_put": lambda z, own, rows: z.index_put((own,), rows, accumulate=True),
+    "one_hot": lambda z, own, rows: F.one_hot(own, len(z)).to(rows).T @ rows,
+}
+
+
+def rows_added_up(how: str) -> Callable[[Any, Tensor], Tensor]:
+    """A loss on what each sample's rows of a positive first entry add up to."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h, of_sample = m.first(x).relu(), torch.arange(len(x)).repeat_interleave(x.size(1))
+        counts = x[..., 0].flatten() > 0
+        return TO_SAMPLES[how](torch.zeros(len(x), 6), of_sample[counts], h.flatten(0, 1)[counts]).sum(1).mean()
+
+    return loss
+
+
+def with_positive_rows(*counts: int) -> Tensor:
+    """Samples of four rows, so many of which have a positive first entry."""
+    x = torch.randn(len(counts), 4, 5)
+    x[..., 0] = torch.where(torch.arange(4) < torch.tensor(counts)[:, None], 1.0, -1.0)
+    return x
+
+
+@pytest.mark.parametrize("how", TO_SAMPLES)
+@pytest.mark.parametrize("counts", [(0, 2), (0, 3, 0), (4, 0, 0, 0)])
+def test_as_many_rows_as_samples_and_all_of_one_are_named_not_taken_for_all_that_the_loss_has(
+    counts: tuple[int, ...], how: str
+) -> None:
+    record = record_of(Experts(), rows_added_up(how), with_positive_rows(*counts))
+    assert record.samples is None
+    assert any("leaves room for rows that a sample of the batch does not have" in text for text in record.axis_lost)
+
+
+@pytest.mark.parametrize("how", TO_SAMPLES)
+@pytest.mark.parametrize("counts", [(0, 0), (0, 1), (2, 0, 0), (0, 2, 3)])
+def test_samples_without_rows_add_nothing_and_raise_no_alarm(counts: tuple[int, ...], how: str) -> None:
+    module, x = Experts(), with_positive_rows(*counts)
+    record = record_of(module, rows_added_up(how), x)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert_values(record, loop(module, rows_added_up(how), (x,)))
 
 
 class Kernels(nn.Module):
