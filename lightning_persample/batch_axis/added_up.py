@@ -65,6 +65,8 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     size = len(samples) or call.batch_size
     mean = averages(call)
     parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
+    if parts and not mean and not any(tensor.numel() for tensor, _ in with_gradient):  # (nothing is a part of any sum)
+        parts |= {call.batch_size}
     note = mixing
     scale = 1.0
     if weighs and parts:
@@ -123,7 +125,7 @@ def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
                 return
             found = set(factor.flatten().tolist())
             number = found.pop()
-            if found or not number:
+            if found:
                 return
             if number != 1:
                 divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
@@ -206,7 +208,9 @@ def scaled(
 def _scaled(
     n: int, factor: float, samples: int, batch_size: int, counts: frozenset[int], divides: bool
 ) -> frozenset[int]:
-    if factor in (0.0, 1.0) or not math.isfinite(factor) or n == UNKNOWN:
+    if factor == 0:  # (nothing, as in ``+ 0 * logits.sum()``, is a part of any sum)
+        return frozenset({n, 1, samples, batch_size})
+    if factor == 1 or not math.isfinite(factor) or n == UNKNOWN:
         return frozenset({n})
     is_count = isinstance(factor, int)  # the scale of a GradScaler, which may be any power of 2, is none
     for size in (samples, batch_size, 1):

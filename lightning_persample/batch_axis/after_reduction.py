@@ -293,7 +293,7 @@ def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> 
         factors = _factors(call)
         samples = frozenset().union(*(mark.samples for mark in marks))
         size = len(samples) or call.batch_size
-        if _is_chosen(factors, call.batch_size) and together <= {size, call.batch_size}:
+        if _is_chosen(factors, size) and together <= {size, call.batch_size}:
             return together
         parts = scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
         return parts if divided_by is None else parts | {1, size}
@@ -507,13 +507,13 @@ def _why_unlike(call: ObservedCall, loss: Lost, totals: Tensor) -> str | None:
     return None if alike else _UNEQUALLY.format(name=call.name, absent=absent(own), line=user_line())
 
 
-def _is_chosen(factors: list[float] | None, batch_size: int) -> bool:
+def _is_chosen(factors: list[float] | None, samples: int) -> bool:
     """Whether the number by which a line multiplies a loss was the same with another number of samples: it is none."""
-    if factors is None or len(factors) != 1 or factors[0] == 1:
+    if factors is None or len(factors) != 1 or factors[0] in (0, 1):
         return False
     if len(_FACTORS) >= _MOST:
         _FACTORS.clear()
-    return _FACTORS.setdefault((user_place(), factors[0]), batch_size) != batch_size
+    return _FACTORS.setdefault((user_place(), factors[0]), samples) != samples
 
 
 def _constant_divisor(call: ObservedCall) -> Tensor | None:

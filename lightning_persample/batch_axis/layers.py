@@ -264,7 +264,7 @@ def _pooled(call: ObservedCall, matrix: Tensor, summed: int, rows: Tensor, dim: 
     if matrix.requires_grad or matrix.dim() != 2 or not isinstance(axis, BatchAxis) or call.batch_size == 1:
         return None
     # (of rows that are a sample each another number than one may weigh them, as in a mean)
-    number = 1 if axis.owner is None else matrix.flatten()[matrix.abs().argmax()]
+    number = 1 if axis.owner is None or not matrix.numel() else matrix.flatten()[matrix.abs().argmax()]
     places = matrix.movedim(summed, 0) == number
     if isinstance(own, BatchAxis) and (own.mixing is not None or own.dim != summed or not own.same_layout(axis)):
         return None

@@ -272,6 +272,49 @@ def test_a_number_that_a_line_took_with_another_number_of_samples_is_not_that_of
         assert record.weighting == ()
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x: sum(m(part).square().sum(1).mean() * len(part) for part in x.split(2)) / len(x),
+        lambda m, x: torch.stack([m(part).square().sum(1).mean() * len(part) for part in x.split(2)]).sum() / len(x),
+        lambda m, x: (
+            sum(z.mean() * len(z) for z in m(x).square().split(2)) / len(x) + 0.3 * m(x).square().sum(1).mean()
+        ),
+    ],
+)
+def test_means_over_parts_of_the_batch_times_their_sizes_raise_no_alarm_however_many_samples_there_are(
+    loss: Any,
+) -> None:
+    module = nn.Linear(D, D)
+    for batch_size in (3, 4, 5, 8):
+        record = assert_exact(module, loss, (torch.randn(batch_size, D),))
+        assert record.weighting == ()
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        lambda z: z.sum() * 0,
+        lambda z: 0.0 * z.square().mean(),
+        lambda z: (z * 0).sum(),
+        lambda z: z[z.detach().sum(1) > 1e9].sum(),
+        lambda z: z[z.detach().sum(1) > 1e9].sum() * 0,
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_term_that_is_nothing_is_no_sum_beside_a_mean(reduction: Any, nothing: Any) -> None:
+    module = nn.Linear(D, D)
+    for batch_size in (3, 4):
+        for order in (1, -1):
+
+            def loss(m: Any, x: Tensor, order: int = order) -> Tensor:
+                first, second = (F.mse_loss(m(x), x, reduction=reduction), nothing(m(x)))[::order]
+                return first + second
+
+            record = assert_exact(module, loss, (torch.randn(batch_size, D),), loss_reduction=reduction)
+            assert record.weighting == ()
+
+
 @pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy, F.multi_margin_loss])
 def test_a_loss_whose_class_weights_alone_are_the_batch_is_named(loss: Any) -> None:
     target = torch.tensor([0, 2, 1, 0, 2])
