@@ -15,7 +15,7 @@ import torch
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.apart import by_entries_moved
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note, laid_along
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Note, Owner, laid_along, row_owners
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, keep, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
@@ -51,13 +51,26 @@ def follow(call: ObservedCall) -> Followed:
         followed = by_entries_moved(call, followed)
     followed = by_rank(call, followed)
     if not any(isinstance(place, Lost) for place in followed.outputs):
-        return followed
+        return _numbered(call, followed)
     notes = frozenset[Note]().union(*(mark.notes for _, mark in call.lost))
     notes |= {(kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind))}
     if notes:
         outputs = (replace(mark, notes=notes) if isinstance(mark, Lost) else mark for mark in followed.outputs)
         followed = replace(followed, outputs=tuple(outputs))
     return by_what_samples_give(call, followed)
+
+
+def _numbered(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer where a result numbers the rows of each sample from 0: the same as for that sample alone."""
+    place, numbers = followed.outputs[0], call.outputs[0]
+    if not isinstance(place, BatchAxis) or place.mixing is None or numbers.dtype != torch.int64 or numbers.dim() != 1:
+        return followed
+    owner = Owner(row_owners(place, call.batch_size, numbers.device))
+    counts = owner.counts(call.batch_size)
+    expected = torch.arange(len(numbers), device=numbers.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    if int(counts.max()) < 2 or not torch.equal(numbers[owner.order], expected):
+        return followed
+    return replace(keep(call, place.mixed(None), followed.aligned), by_values=True)
 
 
 def _has_room(place: BatchAxis | Lost | None, batch_size: int) -> bool:

@@ -130,6 +130,10 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     dim = int(dim) % max(call.outputs[0].dim(), 1)
     counts = call.axis_of(repeats) if isinstance(repeats, Tensor) else None
     own = isinstance(counts, BatchAxis) and tensor is not repeats and dim == axis.dim and counts.same_layout(axis)
+    source = call.axis_of(call.argument(0, "input", "self"))
+    if isinstance(counts, BatchAxis) and isinstance(source, Lost) and call.outputs[0].dim() == 1:  # one for each sample
+        owners = row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats)
+        return keep(call, picked(0, owners, call.batch_size, axis.mixing or source.reason))
     if counts is not None and not own:
         return lost(call, "repeats entries as often as numbers of the batch say", mixes=None)
     if dim != axis.dim:

@@ -578,3 +578,62 @@ def test_a_tensor_added_to_a_batch_of_graphs_is_not_taken_for_rows_of_samples() 
     held.weight = torch.randn(len(batch["x"]), 1)  # one number for each node
     record = captured(module, held, lambda: module(held.weight).square().mean(), unsupported="ignore")
     assert "was added to the batch later" in record.unsupported["weight"]
+
+
+def lengths_of(batch: Batch) -> Tensor:
+    lengths: Tensor = batch["lengths"]
+    return lengths
+
+
+PLACES: dict[str, Callable[[Batch], Tensor]] = {
+    "picked": lambda batch: (lengths_of(batch).cumsum(0) - lengths_of(batch))[batch["owner"]],
+    "repeated": lambda batch: F.pad(lengths_of(batch).cumsum(0), (1, 0))[:-1].repeat_interleave(lengths_of(batch)),
+}
+
+
+def embedded(module: Any, batch: Batch, places: Tensor) -> Tensor:
+    return pooled((module["first"](batch["x"]) + module["table"](places)).tanh(), batch)
+
+
+def in_order(module: Any, batch: Batch, places: Tensor) -> Tensor:
+    lengths = lengths_of(batch)
+    dense = torch.zeros(len(lengths), int(lengths.max()), H)
+    dense[batch["owner"], places] = module["first"](batch["x"]) + module["table"].weight[0]
+    return module["recurrent"](dense)[0][torch.arange(len(lengths)), lengths - 1]
+
+
+@pytest.mark.parametrize("use", [embedded, in_order])
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("lengths", [LENGTHS, (3, 3), (1, 1, 2)])
+def test_places_of_rows_in_their_sample_are_its_own_where_all_lengths_say_where_it_begins(
+    lengths: tuple[int, ...], name: str, use: Callable[..., Tensor]
+) -> None:
+    def with_lengths(batch: Batch) -> Batch:
+        return {**batch, "lengths": batch["owner"].bincount()}
+
+    def loss(batch: Batch) -> Tensor:
+        places = torch.arange(len(batch["x"])) - PLACES[name](batch)
+        return F.cross_entropy(use(module, batch, places), batch["y"])
+
+    module = nn.ModuleDict(
+        {"first": nn.Linear(D, H), "table": nn.Embedding(9, H), "recurrent": nn.GRU(H, H, batch_first=True)}
+    )
+    batch = with_lengths(graphs(lengths))
+    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=len(lengths))
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+    expected = loop(module, loss, [with_lengths(graph(batch, sample)) for sample in range(len(lengths))])
+    for parameter, grads in record.grad_samples.items():
+        torch.testing.assert_close(grads, expected[parameter])
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_numbers_of_other_samples_that_are_no_places_in_the_sample_are_noted(name: str) -> None:
+    module = nn.ModuleDict({"first": nn.Linear(D, H), "table": nn.Embedding(sum(LENGTHS), H)})
+    batch = graphs()
+    batch = {**batch, "lengths": batch["owner"].bincount()}
+
+    def loss() -> Tensor:
+        return F.cross_entropy(embedded(module, batch, PLACES[name](batch)), batch["y"])
+
+    record = captured(module, batch, loss, batch_layout=layout, batch_size=B, unsupported="ignore")
+    assert any("combine" in text or "`cumsum` works along the batch axis" in text for text in record.mixing)
