@@ -37,7 +37,8 @@ _UNEQUALLY = "`{name}` scales the loss by a sum to which the samples add unequal
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
 _Term: TypeAlias = tuple[frozenset[int], frozenset[int], int]
 _Terms: TypeAlias = tuple[_Term, ...]
-_FACTORS: dict[tuple[tuple[str, int] | None, float], int] = {}  # number of samples when a line first took this one
+# number of samples of the batch and of the sum when a line first took this factor
+_FACTORS: dict[tuple[tuple[str, int] | None, float], tuple[int, int]] = {}
 _MOST = 1024
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 COPIES = frozenset(("clone", "detach", "squeeze"))
@@ -293,7 +294,7 @@ def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> 
         factors = _factors(call)
         samples = frozenset().union(*(mark.samples for mark in marks))
         size = len(samples) or call.batch_size
-        if _is_chosen(factors, size) and together <= {size, call.batch_size}:
+        if _is_chosen(factors, call.batch_size, size) and together <= {size, call.batch_size}:
             return together
         parts = scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
         return parts if divided_by is None else parts | {1, size}
@@ -507,13 +508,14 @@ def _why_unlike(call: ObservedCall, loss: Lost, totals: Tensor) -> str | None:
     return None if alike else _UNEQUALLY.format(name=call.name, absent=absent(own), line=user_line())
 
 
-def _is_chosen(factors: list[float] | None, samples: int) -> bool:
-    """Whether the number by which a line multiplies a loss was the same with another number of samples: it is none."""
+def _is_chosen(factors: list[float] | None, batch_size: int, samples: int) -> bool:
+    """Whether the number by which a line multiplies a loss was the same with other numbers of samples."""
     if factors is None or len(factors) != 1 or factors[0] in (0, 1):
         return False
     if len(_FACTORS) >= _MOST:
         _FACTORS.clear()
-    return _FACTORS.setdefault((user_place(), factors[0]), samples) != samples
+    of_batch, of_sum = _FACTORS.setdefault((user_place(), factors[0]), (batch_size, samples))
+    return of_batch != batch_size and of_sum != samples
 
 
 def _constant_divisor(call: ObservedCall) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.model_cases import Model, parameter
-from tests.capture.reference import assert_exact, record_of
+from tests.capture.reference import assert_exact, loop, record_of
 from tests.in_turn import in_turn
 
 pytestmark = [
@@ -289,6 +289,24 @@ def test_means_over_parts_of_the_batch_times_their_sizes_raise_no_alarm_however_
     for batch_size in (3, 4, 5, 8):
         record = assert_exact(module, loss, (torch.randn(batch_size, D),))
         assert record.weighting == ()
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 5])
+def test_a_sum_over_some_samples_is_divided_by_the_number_of_all_however_many_these_are(batch_size: int) -> None:
+    module = nn.Linear(D, D)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return m(x).square().sum(1)[x[:, 0] > 0].sum() / len(x)
+
+    for count in (batch_size, 1, batch_size, batch_size - 1):
+        x = torch.randn(batch_size, D).abs()
+        x[count:, 0] *= -1
+        record = record_of(module, loss, x)
+        assert record.weighting == ()
+        expected = loop(module, loss, (x,))
+        kept = slice(None) if record.samples is None else record.samples
+        for name, grads in expected.items():
+            torch.testing.assert_close(record.grad_samples[name], grads[kept])
 
 
 @pytest.mark.parametrize(
