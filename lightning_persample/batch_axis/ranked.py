@@ -42,16 +42,22 @@ def by_rank(call: ObservedCall, followed: Followed) -> Followed:
 
 def _is_put(call: ObservedCall, axis: BatchAxis) -> bool:
     """Whether an index that is made of other samples says at which places the rows stand."""
-    indices = [operand for operand in call.operands[1:] if operand.tensor.dtype in (torch.int32, torch.int64)]
-    if any(isinstance(index.axis, Lost) and index.axis.crossed for index in indices):
+    indices = _indices(call)
+    if any(isinstance(index, Lost) and index.crossed for index in indices):
         return True
-    others = [index.axis for index in indices if isinstance(index.axis, BatchAxis)] if call.op in _PICKS else []
+    others = [index for index in indices if isinstance(index, BatchAxis)] if call.op in _PICKS else []
     return any(other.mixing is not None or not other.same_layout(axis) for other in others)
 
 
 def _is_back(call: ObservedCall, axis: BatchAxis) -> bool:
     """Whether an index has put each row to the place of its sample."""
-    return axis.owner is None and len(call.located) + len(call.lost) > 1 and call.op in _BY_PLACES
+    return axis.owner is None and call.op in _BY_PLACES and len(_indices(call)) > 0
+
+
+def _indices(call: ObservedCall) -> list[BatchAxis | Lost]:
+    """Where the batch lies in the places that a call takes or writes, as far as they are made of it."""
+    integers = [operand for operand in call.operands[1:] if operand.tensor.dtype in (torch.int32, torch.int64)]
+    return [operand.axis for operand in integers if operand.axis is not None]
 
 
 def _beside_constants(call: ObservedCall, followed: Followed) -> Followed:
