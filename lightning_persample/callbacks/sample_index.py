@@ -763,7 +763,7 @@ def checked_index(answer: Any, batch_size: int) -> Tensor:
         got += f" of shape {tuple(found.shape)} and dtype {found.dtype}"
         is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
         if is_integer and found.shape == (batch_size,):
-            return found.detach().to("cpu", torch.int64)
+            return found.detach().to("cpu", torch.int64, copy=True)  # a loader may use its memory again
     raise OptionError(
         f"sample_index returned {got}, but it must return the index of each sample of the batch: a tensor or a "
         f"sequence of {batch_size} ints"

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_persample.callbacks import PerSampleCallback, sample_index
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, sample_index
 from lightning_persample.errors import OptionError, PerSampleWarning
 from tests.callbacks.indexed_data import LOADERS, Indexed, Stream, as_lists, keep_list, own_index, train, watch
 from tests.callbacks.runs import Recorder
@@ -52,6 +52,20 @@ def test_an_index_of_the_users_own(answer):
     (record,) = recorder.records
     assert record.sample_index.dtype == torch.int64
     assert as_lists(record.sample_index) == list(answer)
+
+
+@pytest.mark.parametrize("kept", [torch.arange(4), np.arange(4)], ids=["tensor", "array"])
+def test_an_index_in_memory_that_is_used_again(kept):
+    def next_four(batch):
+        kept[:] += 4
+        return kept
+
+    recorder, monitor = Recorder(1, sample_index=next_four), PerSampleGradientMonitor(1, sample_index=next_four)
+    train(LOADERS["plain"], [recorder, monitor], limit_train_batches=2, max_epochs=1)
+    first, second = (as_lists(record.sample_index) for record in recorder.records)
+    assert [each + first[0] for each in range(4)] == first
+    assert set(first).isdisjoint(second)
+    assert monitor.worst(100).samples == 8
 
 
 @pytest.mark.parametrize(
