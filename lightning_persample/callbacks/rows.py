@@ -104,7 +104,8 @@ def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | No
         if twice:
             raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")
         found.update(given)
-    return {str(name): values.detach() for name, values in found.items()}
+    # (copies: rows wait to be written, and the run may use its memory again)
+    return {str(name): values.detach().clone() for name, values in found.items()}
 
 
 def kind_of(name: str, values: Tensor) -> str:

@@ -53,6 +53,21 @@ def test_a_column_of_numbers_keeps_ints_that_come_later(folder, dtype):
     assert set(found[4:]) == {float(large)}
 
 
+def test_columns_in_memory_that_is_used_again(folder):
+    kept, returned = torch.arange(4), torch.arange(4)
+
+    class Counts(Noted):
+        def training_step(self, batch, batch_idx):
+            found = super().training_step(batch, batch_idx)
+            returned.add_(4)
+            return {**found, "per_sample": {**found["per_sample"], "returned": returned}}
+
+    fit(PerSampleGradientWriter(folder, columns=lambda outputs, batch: {"own": kept.add_(4)}), Counts(), data(16))
+    ledger = read_ledger(folder).sort_by([("step", "ascending"), ("row", "ascending")])
+    for name in ("own", "returned"):
+        assert ledger[name].to_pylist() == list(range(4, 4 + len(ledger)))
+
+
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_what_training_step_returns_that_is_no_tensor_is_named(kind, folder):
     class Returns(Noted):
