@@ -89,7 +89,7 @@ def _lay_out(
     *,
     is_declared: bool = False,
 ) -> BatchLayout:
-    walk = _Walk(batch, path, _declared(batch_layout, batch))
+    walk = _Walk(batch, path, {} if batch_layout is None else _declared(batch_layout, batch))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
     of_one = _items(walk, batch_dim, size, is_declared, is_read=batch_size is None) if walk.lists else {}
     along = BatchAxis(batch_dim)
@@ -152,7 +152,7 @@ def count_samples(
             "batch that returns the index of each sample>"
         )
     if declared is None and found != drawn:  # of a list of as many items as were drawn nobody has asked what it holds
-        walk = _Walk(batch, "batch", _declared(batch_layout, batch))
+        walk = _Walk(batch, "batch", {} if batch_layout is None else _declared(batch_layout, batch))
         _items(walk, batch_dim, drawn, is_declared=False, is_read=True)
     return drawn
 
@@ -202,7 +202,7 @@ def declared_places(
 ) -> dict[int, tuple[BatchAxis, Tensor | None] | None]:
     """By tensor of which `batch_layout` says it, where the samples lie, and by which owner; None for shared data."""
     found: dict[int, tuple[BatchAxis, Tensor | None] | None] = {}
-    for key, (tensor, where) in _declared(batch_layout, batch).items():
+    for key, (tensor, where) in ({} if batch_layout is None else _declared(batch_layout, batch)).items():
         dim, owner = _read_declaration("batch_layout", tensor, where)
         place = None if dim is None else declared_place("batch_layout", tensor, dim, batch_size, owner)
         if isinstance(place, Lost):
@@ -226,9 +226,9 @@ class _Known:
     text: str = ""
 
 
-def _declared(batch_layout: Layout | None, batch: Any) -> dict[int, tuple[Tensor, Any]]:
+def _declared(batch_layout: Layout, batch: Any) -> dict[int, tuple[Tensor, Any]]:
     """What `batch_layout` says of a batch, by the id of the tensor."""
-    layout = {} if batch_layout is None else of_user(batch_layout, batch)
+    layout = of_user(batch_layout, batch)
     if not isinstance(layout, Mapping) or not all(isinstance(tensor, Tensor) for tensor in layout):
         raise OptionError(
             f"batch_layout returned {shown(layout)}; allowed is a mapping from tensors of the batch to the axis of "
