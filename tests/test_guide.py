@@ -126,14 +126,9 @@ def test_the_arguments_of_a_call_enter_the_files_that_the_page_lists_in_their_or
         code = frame.f_code
         inside += (event == "call") - (event == "return") if code is hook else 0
         takes_arguments = code.co_argcount > 0
-        if (
-            event == "call"
-            and takes_arguments
-            and (inside or not in_backward)
-            and PACKAGE in Path(code.co_filename).parents
-        ):
-            file, _, _ = Path(code.co_filename).relative_to(PACKAGE).as_posix().partition(":")  # (":run": a program)
-            entered.append(file)
+        path = PACKAGE / "gradients/program.py" if code.co_filename == "<program>" else Path(code.co_filename)
+        if event == "call" and takes_arguments and (inside or not in_backward) and PACKAGE in path.parents:
+            entered.append(path.relative_to(PACKAGE).as_posix())
 
     for _ in range(3):  # the third call of a kind is as all that follow
         entered.clear()

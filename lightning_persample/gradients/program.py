@@ -111,7 +111,7 @@ class Program:
         values["least"] = [least for _, least in checks]
         checked = "".join(f"({joined([slot])}, least[{number}]), " for number, (slot, _) in enumerate(checks))
         lines.append(f" return ({joined(results)},), ({checked})")
-        code = compile("\n".join(lines), f"{__file__}:run", "exec")
+        code = compile("\n".join(lines), "<program>", "exec")
         (function_code,) = (part for part in code.co_consts if isinstance(part, CodeType))
         self.run = FunctionType(function_code, values)
         self.functions = tuple(function for function, *_ in steps)

@@ -313,7 +313,7 @@ def test_forwards_without_gradients_between_steps_leave_nothing_behind():
         fit(module, [PerSampleGradientMonitor(2, per_layer=2), counts], data=loader(80))
         grown.append([counts.tensors[batch] - counts.tensors[3] for batch in (5, 7, 9)])
     assert grown[0] == grown[1]
-    assert grown[0][0] <= 8  # norms and sums of a logged step
+    assert grown[0][0] <= 9  # norms, which wait for the others, and sums of a logged step
 
 
 def test_what_the_monitor_keeps_of_logged_steps_is_added_up_64_steps_at_a_time():

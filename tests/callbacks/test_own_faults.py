@@ -89,7 +89,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     dataset.Dataset.check,
     dataset.Dataset.open,
     plan.TorchCall.__init__,
-    annotations.Marks.of_operand,
+    annotations.Marks.set_result,
     mode.Capture.attach_loss,
     mode.Capture.close,
     mode.Capture._finish,
