@@ -39,7 +39,7 @@ def _records(content: bytes) -> list[bytes]:
             place += _BLOCK - place % _BLOCK
             continue
         size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
-        if kind == 0:
+        if kind == 0 or place + _HEADER + size > len(content):  # not written yet
             break
         chunk = content[place + _HEADER : place + _HEADER + size]
         place += _HEADER + size
