@@ -6,6 +6,7 @@ of torch calls, which run again without the Python code that chose them.
 
 from __future__ import annotations
 
+import builtins
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -89,7 +90,8 @@ class Program:
         results: Sequence[int],
         checks: Sequence[tuple[int, float]],
     ) -> None:
-        made, values = set(range(given)), dict[str, Any]()
+        made = set(range(given))
+        values: dict[str, Any] = {"__builtins__": builtins}  # (C code asks the frame for them to import what it calls)
 
         def joined(slots: Iterable[int]) -> str:
             names = []

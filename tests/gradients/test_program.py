@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_persample.gradients import (
     Dense,
@@ -172,6 +173,15 @@ def test_a_question_about_a_value_is_asked_again():
 def test_index_structures_look_at_their_values():
     index, right = torch.randint(0, 5, (B, 4)), torch.randn(B, 4, 2)
     assert recorded(lambda i, r: Indexed(i, r, 5).sq_norm(), index, right) == "none"
+
+
+def test_a_program_runs_where_torch_calls_python():
+    program = recorded(lambda left, right: sq_norms([Outer(left, right)])[0], *drawn(STRUCTURES["gram"][1]))
+    given = drawn(STRUCTURES["gram"][1])
+    with FlopCounterMode(display=False) as counter:
+        result = ran(program, *given)
+    assert counter.get_total_flops() > 0
+    torch.testing.assert_close(result, Outer(*given).dense().flatten(1).square().sum(1))
 
 
 def test_nothing_is_kept_alive_longer_than_it_is_read():
