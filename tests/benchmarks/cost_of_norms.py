@@ -4,9 +4,12 @@
     python -m tests.benchmarks.cost_of_norms --fit              a whole Trainer.fit with the monitor beside one without
     python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
     python -m tests.benchmarks.cost_of_norms --memory           peak of what torch allocates, with large tables, too
-    python -m tests.benchmarks.cost_of_norms --calls            Python calls of a warm step, and files they pass through
+    python -m tests.benchmarks.cost_of_norms --calls            what is the same in every run: Python calls of a warm
+                                                                step, and multiply-adds of products and convolutions
     options: [--models mlp cnn resnet18 gpt bert mobilenet convnext nfnet llama] [--pairs 15] [--row 0.05]
-        [--device cuda] [--json FILE]
+        [--engines "hooks by hand" lightning_persample ...] [--device cuda] [--json FILE]
+
+The hooks by hand (`hooks_by_hand`) are what bounds this package: the same kernels, and nothing that finds out which.
 
 Every ratio is that of a pair: plain steps, then steps with norms. Plain and all engines take turns, so that what else
 the machine does falls on all. A turn is of one step, or of as many in a row as take 0.05 s: as in a training that
@@ -45,6 +48,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_persample import PerSampleGradientMonitor
+from lightning_persample.errors import UnsupportedError
 from tests.benchmarks.allocated import allocated_peak
 from tests.benchmarks.collection_models import COLLECTIONS, missing
 from tests.benchmarks.engines import ENGINES, Step, available
@@ -52,7 +56,7 @@ from tests.benchmarks.python_calls import python_calls
 from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn, gpt, mlp
 
-OURS = "lightning_persample"
+OURS, FUSED, BY_HAND = "lightning_persample", "fuse_weight_grad=True", "hooks by hand"
 FIT_STEPS = {"mlp": 400, "cnn": 100, "resnet18": 50, "gpt": 100} | dict.fromkeys(COLLECTIONS, 50)
 ALL = MODELS | COLLECTIONS
 
@@ -128,8 +132,8 @@ def peak_in_another_process(model: str, engine: str, device: torch.device) -> in
     return int(done.stdout) if done.returncode == 0 else None
 
 
-def memory(models: list[str], device: torch.device) -> dict[str, Any]:
-    engines = [engine for engine in ENGINES if engine != "plain" and available(engine)]
+def memory(models: list[str], engines: list[str], device: torch.device) -> dict[str, Any]:
+    engines = [engine for engine in engines if available(engine)]
     print(f"| model | plain step | {' | '.join(engines)} |\n|---|---|{'---|' * len(engines)}")
     results: dict[str, Any] = {}
     for model, (title, build) in ({m: ALL[m] for m in models} | TABLES).items():
@@ -145,19 +149,28 @@ def memory(models: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def calls(models: list[str], device: torch.device) -> dict[str, Any]:
-    print("| model | plain step | beyond it, with norms | of these in the package | its files |\n|---|---|---|---|---|")
+    columns = "of these in the package | its files | beyond it, by hand | multiply-adds, with norms | and fused |"
+    print(f"| model | plain step | beyond it, with norms | {columns}\n|---|---|---|---|---|---|---|---|")
     results: dict[str, Any] = {}
     for model in models:
         title, build = ALL[model]
         plain, _ = python_calls(prepared(build, "plain", device))
         captured, files = python_calls(prepared(build, OURS, device))
-        results[model] = {"plain": plain, "captured": captured, "files": dict(files)}
-        print(f"| {title} | {plain:,} | {captured - plain:,} | {files.total():,} | {len(files)} |", flush=True)
+        try:
+            hooked = python_calls(prepared(build, BY_HAND, device))[0]
+        except UnsupportedError:
+            hooked = None
+        base, *counts = (operations(prepared(build, engine, device)) for engine in ("plain", OURS, FUSED))
+        one = {"plain": plain, "captured": captured, "files": dict(files), "by hand": hooked}
+        results[model] = one | {"multiply-adds": [base, *counts]}
+        shares = " | ".join(f"{count / base:.3f}x" for count in counts)
+        beyond = "refuses" if hooked is None else f"{hooked - plain:,}"
+        cells = f"{plain:,} | {captured - plain:,} | {files.total():,} | {len(files)} | {beyond} | {shares}"
+        print(f"| {title} | {cells} |", flush=True)
     return results
 
 
-def table(models: list[str], pairs: int, device: torch.device, row: float) -> dict[str, Any]:
-    engines = [engine for engine in ENGINES if engine != "plain"]
+def table(models: list[str], engines: list[str], pairs: int, device: torch.device, row: float) -> dict[str, Any]:
     print(f"| model | plain step | {' | '.join(engines)} | Python calls of {OURS} beyond it |")
     print(f"|---|---|{'---|' * len(engines)}---|")
     results = {}
@@ -181,7 +194,7 @@ def table(models: list[str], pairs: int, device: torch.device, row: float) -> di
         size = f", {base / 2**20:.0f} MiB" if base else ""
         calls = result["plain"]["calls"] = python_calls(prepared(build, "plain", device))[0]
         beyond = "-"
-        if "fails" not in result[OURS]:
+        if "fails" not in result.get(OURS, {"fails": ""}):
             result[OURS]["calls"] = python_calls(prepared(build, OURS, device))[0]
             beyond = f"{result[OURS]['calls'] - calls:,}"
         cells = " | ".join(map(cell, engines))
@@ -281,6 +294,8 @@ def parser_of(description: str | None, models: Collection[str] = MODELS) -> argp
 
 def main() -> None:
     parser = parser_of(__doc__, ALL)
+    others = [engine for engine in ENGINES if engine != "plain"]
+    parser.add_argument("--engines", nargs="+", choices=others, default=others)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
@@ -303,13 +318,13 @@ def main() -> None:
     if options.fit:
         results = fits(options.models, options.pairs, device)
     elif options.memory:
-        results = memory(options.models, device)
+        results = memory(options.models, options.engines, device)
     elif options.calls:
         results = calls(options.models, device)
     elif options.scaling:
         results = scaling(options.pairs, device, options.row)
     else:
-        results = table(options.models, options.pairs, device, options.row)
+        results = table(options.models, options.engines, options.pairs, device, options.row)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
 

@@ -1,4 +1,4 @@
-"""One training step with per-sample gradient norms, by this package and by its peers, and one without.
+"""One training step with per-sample gradient norms, by this package, its kernels by hand and its peers; one without.
 
 A step is zero_grad, forward, cross-entropy and backward; the norms (B,) are those of the whole gradient of each sample.
 """
@@ -6,6 +6,7 @@ A step is zero_grad, forward, cross-entropy and backward; the norms (B,) are tho
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -15,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from lightning_persample import expanded_weights
+from tests.benchmarks.hooks_by_hand import by_hand
 
 __all__ = ["ENGINES", "Step", "available"]
 
@@ -137,7 +139,9 @@ def backpack_l2(module: nn.Module, x: Tensor, y: Tensor) -> Step:
 ENGINES: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "plain": plain,
     "lightning_persample": ours,
+    "hooks by hand": by_hand,
     "fuse_weight_grad=True": ours_fused,
+    "hooks by hand, fused": partial(by_hand, fuse=True),
     "Opacus per-sample": opacus_hooks,
     "Opacus ghost": opacus_ghost,
     "torch.func vmap": torch_vmap,
