@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ PropagationRule = Callable[[ObservedCall], Followed]
 PROPAGATION_RULES: dict[object, PropagationRule] = {}
 BY_LAYOUT: set[object] = set()
 _PLACES, _ADDS = having("places"), having("adds")
+_LISTS_ENTRIES = frozenset(("argwhere", "nonzero", "where"))
 
 
 def propagation_rule(family: str, *, by_layout: bool = False) -> Callable[[PropagationRule], PropagationRule]:
@@ -133,7 +134,12 @@ def lists(call: ObservedCall) -> bool:
 
 
 def listed(call: ObservedCall) -> Followed:
-    """Places of true entries or the numbers that occur, over the whole batch: data along no axis of it."""
+    """Places of true entries, each of the sample whose entry it is, or the numbers that occur over the whole batch."""
+    axis = call.located[0][1] if call.located else None
+    if axis is not None and axis.mixing is None and call.op in _LISTS_ENTRIES:
+        table = call.outputs[0] if call.outputs[0].dim() > 1 else torch.stack(call.outputs, 1)
+        owners = row_owners(axis, call.batch_size, table.device)[table[:, axis.dim]]
+        return replace(keep(call, picked(0, owners, call.batch_size)), by_values=True)
     reason = reason_of(call, "gives positions or numbers across the batch")
     integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
     return Followed(tuple(Lost(reason, listed=each, crossed=bool(call.mixing)) for each in integers))

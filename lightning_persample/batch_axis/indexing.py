@@ -108,7 +108,8 @@ def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tens
     from_right = axis.dim - index.dim()
     if any(w.dim - i.dim() != from_right or not w.same_layout(axis) for i, w in indices[1:]) and call.batch_size > 1:
         return lost(call, "picks entries by indices that order their samples differently", mixes=True)
-    return keep(call, axis.moved(place.start + place.width + from_right))
+    mixing = next((where.mixing for _, where in indices if where.mixing), None)
+    return keep(call, axis.moved(place.start + place.width + from_right).mixed(mixing))
 
 
 def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: BatchAxis | None) -> Followed:
@@ -145,10 +146,12 @@ def _position_of(items: list[Any], mask: Tensor) -> int:
 @propagation_rule("masked_select")
 def _follow_masked_select(call: ObservedCall) -> Followed:
     tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
-    source = call.axis_of(tensor)
-    if not isinstance(source, BatchAxis) or tensor.shape != mask.shape:
-        return lost(call, "picks by a mask that does not lie entry by entry over a tensor of the batch", mixes=None)
-    return _by_mask(call, tensor, [mask], source)
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    owners = (entry_owners(axis, each.shape, call.batch_size, mask.device) for each, axis in call.located)
+    laid = None if call.lost else together(owners, shape)
+    if laid is None:
+        return lost(call, "picks entries by a mask that depends on other samples", mixes=crossed(call))
+    return keep(call, picked(0, laid.masked_select(mask), call.batch_size, call.mixing))
 
 
 @propagation_rule("masked_scatter")
@@ -360,7 +363,7 @@ def _by_entries(
     if isinstance(where, BatchAxis) and not says and not call.outputs[0].requires_grad:  # data, as `where` gives them
         kept = where.mixed(call.mixing or f"`{call.name}` combines different samples{user_line()}")
         return replace(keep(call, kept, partial(_along_target, target, items, kept)), by_values=True)
-    if call.mixing is not None or says:
+    if call.mixing is not None:
         return None
     reason = reason_of(call, "writes samples into places of other samples, or of none")
     return Followed((Lost(reason, entries=after.expand(target.shape)),), by_values=True)

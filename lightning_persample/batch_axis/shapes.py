@@ -120,7 +120,7 @@ def _follow_repeat(call: ObservedCall) -> Followed:
 
 @propagation_rule("repeat_interleave")
 def _follow_repeat_interleave(call: ObservedCall) -> Followed:
-    tensor, axis = call.located[0]
+    tensor, axis = call.located[0][0], call.located[0][1].mixed(call.mixing)
     repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
     if dim is None:
         flat = reshaped(axis, tensor.shape, (tensor.numel(),), call.batch_size)
@@ -325,7 +325,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
         return _written(call, "takes places that are not known to stay within a sample")
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
-    _, axis = located[0]
+    axis = located[0][1].mixed(call.mixing)
     index = call.argument(2, "index") if str(call.op).startswith("index_") else None  # of one axis, that of `dim`
     if index is not None and call.axis_of(index) is not None:
         return lost(call, "writes into places that depend on the batch", mixes=None)

@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
 def try_on_one_sample(call: ObservedCall) -> Followed:
     """Run the op on a few samples alone (first, last, some between), without gradient, and compare with the call."""
     batch_size = call.batch_size
-    _, axis = call.located[0]
+    axis = call.located[0][1].mixed(call.mixing)
     entries = axis.entries(batch_size)
     shown = _SHOWN.get(call.signature)  # where a weight goes in, there may be no plan
     if shown is not None:

@@ -848,3 +848,38 @@ def test_rows_that_numbers_of_other_samples_clear_are_said(name: str) -> None:
     assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
     for parameter, p in module.named_parameters():
         torch.testing.assert_close(record.grad_samples[parameter].mean(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+def by_bucket(z: Tensor) -> Tensor:
+    edges = z.detach()[:, 0].quantile(torch.tensor([0.3, 0.7]))
+    return z * torch.tensor([0.5, 1, 2])[torch.bucketize(z.detach()[:, 0].contiguous(), edges), None]
+
+
+CHOOSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda z, above: z.gather(1, above.long()[:, None]),
+    "take_along_dim": lambda z, above: z.take_along_dim(above.long()[:, None], 1),
+    "getitem": lambda z, above: z[torch.arange(len(z)), above.long()],
+    "one_hot": lambda z, above: z * F.one_hot(above.long(), z.size(1)),
+    "where": lambda z, above: torch.where(above[:, None], z, 2 * z),
+    "product": lambda z, above: z * above[:, None],
+    "masked_fill": lambda z, above: z.masked_fill(above[:, None], 0),
+    "row-of-a-constant": lambda z, above: z * torch.linspace(1, 2, 2)[above.long(), None],
+    "scatter": lambda z, above: z.scatter(1, above.long()[:, None], z[:, :1]),
+    "repeat_interleave": lambda z, above: z.repeat_interleave(above.long() + 1, 0).square().sum() / len(z),
+    "classes": lambda z, above: F.cross_entropy(z, above.long()),
+    "written": lambda z, above: torch.zeros(len(z)).index_fill(0, above.nonzero().flatten(), 1)[:, None] * z,
+    "bucketize": lambda z, above: by_bucket(z),
+}
+
+
+@pytest.mark.parametrize("of_data", [False, True])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_bound_that_the_batch_sets_is_said_whatever_is_chosen_by_it(name: str, of_data: bool) -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        by = (x if of_data else m(x))[:, 0]
+        return CHOOSING[name](m(x), by > by.mean()).square().mean()
+
+    torch.manual_seed(0)
+    for _ in range(2):  # the second step has plans
+        record = record_of(nn.Linear(6, 4), loss, vectors())
+        assert (*record.mixing, *record.weighting) != ()

@@ -1,0 +1,113 @@
+"""Places of true entries are rows of the samples whose entries they are: what is read by them has its own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.model_cases import Model
+from tests.capture.reference import assert_exact
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+B, T, D = 6, 4, 3
+
+
+def network() -> Model:
+    parts = {"a": nn.Linear(5, D), "table": nn.Embedding(T, D), "place": nn.Embedding(T, D)}
+    return Model(lambda m, x: x, **parts, last=nn.Linear(T, D))
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x[..., 0] > -0.4
+
+
+def by_table(mask: Tensor) -> tuple[Tensor, Tensor]:
+    found = mask.nonzero()
+    return found[:, 0], found[:, 1]
+
+
+def by_flat_places(mask: Tensor) -> tuple[Tensor, Tensor]:
+    found = mask.flatten().nonzero().squeeze(1)
+    return torch.div(found, T, rounding_mode="floor"), found % T
+
+
+def by_columns_first(mask: Tensor) -> tuple[Tensor, Tensor]:
+    step, row = mask.T.nonzero(as_tuple=True)
+    return row, step
+
+
+def by_running_numbers(mask: Tensor) -> tuple[Tensor, Tensor]:
+    return mask.nonzero()[:, 0], (mask.cumsum(1) - 1)[mask]
+
+
+WAYS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "tuple": lambda mask: mask.nonzero(as_tuple=True),
+    "table": by_table,
+    "transposed": lambda mask: tuple(mask.nonzero().T),
+    "unbound": lambda mask: mask.nonzero().unbind(1),
+    "argwhere": lambda mask: torch.argwhere(mask).split(1, 1),
+    "where": lambda mask: torch.where(mask),
+    "flat": by_flat_places,
+    "columns-first": by_columns_first,
+    "running-numbers": by_running_numbers,
+    "expanded": lambda mask: (mask.nonzero()[:, 0], torch.arange(T).expand(mask.shape)[mask]),
+    "selected": lambda mask: (mask.nonzero()[:, 0], torch.arange(T).expand(mask.shape).masked_select(mask)),
+    "selected-from-one-row": lambda mask: (mask.nonzero()[:, 0], torch.arange(T).masked_select(mask)),
+}
+READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "embedding": lambda m, step: m.place(step),
+    "row": lambda m, step: m.place.weight[step],
+    "index_select": lambda m, step: m.place.weight.index_select(0, step),
+    "one_hot": lambda m, step: m.last(F.one_hot(step, T).double()),
+    "number": lambda m, step: m.last.bias * (step[:, None] / T),
+    "constants": lambda m, step: m.last.bias * torch.linspace(0, 1, T)[step, None],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_by_places_is_of_their_sample(way: str, read: str) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        row, step = (each.flatten() for each in WAYS[way](chosen(x)))
+        h = m.a(x)[row, step].tanh() + READS[read](m, step)
+        return torch.zeros(len(x), D).index_add(0, row, h).square().sum(1).mean()
+
+    torch.manual_seed(0)
+    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+PUT_BACK: dict[str, Callable[[Tensor, tuple[Tensor, Tensor], Tensor], Tensor]] = {
+    "written": lambda out, places, rows: out.index_put(places, rows),
+    "added": lambda out, places, rows: out.index_put(places, rows, accumulate=True),
+    "flat": lambda out, places, rows: out.flatten(0, 1).index_copy(0, places[0] * T + places[1], rows).view_as(out),
+}
+
+
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_rows_that_are_put_back_to_their_places_are_exact(name: str) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        places = chosen(x).nonzero(as_tuple=True)
+        rows = m.a(x[places]).tanh() + m.place(places[1])
+        return PUT_BACK[name](torch.zeros(*x.shape[:2], D), places, rows).square().sum((1, 2)).mean()
+
+    torch.manual_seed(0)
+    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+def test_an_entry_of_a_row_of_each_place_is_of_its_sample() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        row, step, feature = (x > 0).nonzero(as_tuple=True)
+        h = m.place(step) * m.table(feature % T) * x[row, step, feature, None]
+        return torch.zeros(len(x), D).index_add(0, row, h).square().sum(1).mean()
+
+    torch.manual_seed(0)
+    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
