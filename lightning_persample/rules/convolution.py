@@ -1,4 +1,4 @@
-"""Convolutions in one, two and three dimensions, with every option."""
+"""Convolutions and transposed convolutions in one, two and three dimensions, with every option."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.registry import Call, register_rule
 
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _OPTIONS = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
 
 
@@ -22,6 +23,19 @@ _OPTIONS = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
 @register_rule(torch.conv3d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
 def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     """``y = conv(x, W) + b``: dW = sum over output positions t of g_t (x) patch_t(x), db = sum_t g_t."""
+    return _contributions(call, grad_output, is_transposed=False)
+
+
+@register_rule(torch.conv_transpose1d, arguments=_TRANSPOSED, batched=("input",), weights=("weight", "bias"))
+@register_rule(torch.conv_transpose2d, arguments=_TRANSPOSED, batched=("input",), weights=("weight", "bias"))
+@register_rule(torch.conv_transpose3d, arguments=_TRANSPOSED, batched=("input",), weights=("weight", "bias"))
+def transposed_convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """The transpose of a convolution: dW = sum over input positions t of x_t (x) patch_t(g), db = sum_t g_t."""
+    # Of the patches that fit into g, those that `output_padding` adds meet no input.
+    return _contributions(call, grad_output, is_transposed=True)
+
+
+def _contributions(call: Call, grad_output: Tensor, *, is_transposed: bool) -> dict[str, SampleGradient]:
     # grad_output (B, k, o, *out)
     found: dict[str, SampleGradient] = {}
     if "weight" in call.weights:
@@ -30,13 +44,14 @@ def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
         x = call.arguments["input"].to(grad_output.dtype).conj()
         if x.dim() != axes + 3:
             raise UnsupportedError(
-                f"conv{axes}d was called on one sample without a batch axis (batch-first shape {tuple(x.shape)}); "
-                f"give it an input of {axes + 2} axes"
+                f"conv{'_transpose' if is_transposed else ''}{axes}d was called on one sample without a batch axis "
+                f"(batch-first shape {tuple(x.shape)}); give it an input of {axes + 2} axes"
             )
         stride, padding, dilation, groups = [call.arguments.get(name, default) for name, default in _OPTIONS]
         if isinstance(stride, list) or isinstance(padding, list) or isinstance(dilation, list):
             stride, padding, dilation = [tuple(o) if isinstance(o, list) else o for o in (stride, padding, dilation)]
-        found["weight"] = Patches(grad_output, x, _geometry(kernel_size, stride, padding, dilation, groups))
+        geometry = _geometry(kernel_size, stride, padding, dilation, groups)
+        found["weight"] = Patches(x, grad_output, geometry) if is_transposed else Patches(grad_output, x, geometry)
     if "bias" in call.weights:
         found["bias"] = Dense(widen(grad_output).flatten(3).sum((1, 3)))
     return found

@@ -33,6 +33,9 @@ WITH_RULE = {
     "conv1d": ("nn.functional.conv1d",),
     "conv2d": ("nn.functional.conv2d",),
     "conv3d": ("nn.functional.conv3d",),
+    "conv_transpose1d": ("nn.functional.conv_transpose1d",),
+    "conv_transpose2d": ("nn.functional.conv_transpose2d",),
+    "conv_transpose3d": ("nn.functional.conv_transpose3d",),
     "embedding": ("nn.functional.embedding",),
     "embedding_bag": ("nn.functional.embedding_bag",),
     "layer_norm": ("nn.functional.layer_norm",),
@@ -48,7 +51,6 @@ IN_MODULES = {
 GENERIC = (
     "einsum", "addmm", "addmm.decomposed", "baddbmm", "bmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "inner",
     "outer", "kron", "tensordot", "linalg.multi_dot", "linalg.vecdot", "nn.functional.bilinear", "nn.functional.prelu",
-    "nn.functional.conv_transpose1d", "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d",
     "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
     "nn.functional.cosine_similarity", "nn.functional.pairwise_distance", "nn.functional.pad.constant",
     "nn.functional.pad.reflect", "cdist", "where", "cat", "stack", "hstack", "vstack", "dstack", "column_stack",
@@ -72,7 +74,10 @@ LEFT_OUT = re.compile(
 )
 OTHERS = tuple(name for name in OPS if name not in (*RULED, *GENERIC) and not LEFT_OUT.match(name))
 TOLERANCES = {"matrix_exp": 1e-7}  # (its kernel chooses the degree of a polynomial for the whole batch)
-MORE = {"nn.functional.conv1d": 8, "nn.functional.batch_norm": 10}  # (most inputs are for one sample, or in training)
+MORE = {  # (most inputs are for one sample, or in training)
+    "nn.functional.conv1d": 8, "nn.functional.conv_transpose1d": 4, "nn.functional.conv_transpose3d": 4,
+    "nn.functional.batch_norm": 10,
+}  # fmt: skip
 
 
 @cache

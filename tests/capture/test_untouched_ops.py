@@ -41,7 +41,9 @@ IN_PLACE = {
     "mul": (torch.Tensor.mul_, torch.Tensor.__imul__),
     "div": (torch.Tensor.div_, torch.Tensor.__itruediv__),
 }
-IN_BFLOAT16 = {"linear", "matmul", "mm", "conv1d", "conv2d", "conv3d"}  # ops with a rule that autocast casts on a CPU
+IN_BFLOAT16 = {  # ops with a rule that autocast casts on a CPU
+    "linear", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
 
 every_op = [pytest.param(case, id=name) for name, case in OPS.items()]
 

@@ -36,11 +36,12 @@ def test_a_linear_map_that_sums_over_the_batch(op, name, weight):
         _answer(op, arguments, [name], grad_output)
 
 
-def test_a_convolution_without_a_batch_axis():
+@pytest.mark.parametrize("op", [torch.conv1d, torch.conv_transpose1d])
+def test_a_convolution_without_a_batch_axis(op):
     arguments = {"input": torch.randn(4, 1, 9), "weight": torch.randn(3, 4, 2)}
-    text = "conv1d was called on one sample without a batch axis (batch-first shape (4, 1, 9)); give it an input of 3"
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(text)} axes$"):
-        _answer(torch.conv1d, arguments, ["weight"], torch.randn(4, 3, 8))
+    text = f"{op.__name__} was called on one sample without a batch axis (batch-first shape (4, 1, 9)); give it an"
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(text)} input of 3 axes$"):
+        _answer(op, arguments, ["weight"], torch.randn(4, 3, 8))
 
 
 def test_an_unknown_padding():
