@@ -119,7 +119,7 @@ def identifier(path: Path) -> str:
 def test_imports_point_one_way(path):
     inside = path.relative_to(ROOT / PACKAGE)
     layer = inside.parts[0].removesuffix(".py")
-    assert layer in MAY_IMPORT, f"{layer} is no part of the design; parts: {sorted(MAY_IMPORT)}"
+    assert layer in MAY_IMPORT, f"{layer} has no line in MAY_IMPORT, which has {sorted(MAY_IMPORT)}"
     package = ".".join([PACKAGE, *inside.parts[:-1]])
     assert wrong_imports(layer, path.read_text(encoding="utf-8"), package) == []
 
@@ -295,7 +295,7 @@ def test_words_of_our_own_are_found_in_names_and_prose():
     assert words_of_our_own("a folder of sized parts, thrown toldness") == []
 
 
-def test_top_level_holds_only_what_the_design_names():
+def test_the_top_level_holds_nothing_but_these():
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()]
     found = {path.name for path in ROOT.iterdir() if not any(fnmatch.fnmatch(path.name, name) for name in ignored)}
     assert found - TOP_LEVEL == set()

@@ -478,8 +478,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
         return walk.owned
     if not counted and not known:
         raise BatchSizeError(
-            "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
-            "loader give tensors"
+            "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or a batch of tensors"
         )
     if known:
         found.update(each.count for each in known.values())

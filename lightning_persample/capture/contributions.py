@@ -139,7 +139,10 @@ class Use:
             plain = lost.alone is not None or lost.reason.startswith("batch")  # it came without one
             remedy = "" if plain else "; keep the samples apart, along one axis, up to here"
             if lost.crossed:
-                remedy = "; each entry there is of several samples, so that none has a gradient of its own"
+                remedy = (
+                    "; each entry there is of several samples, so that none has a gradient of its own: let the weight "
+                    "meet the samples before, as in (weight * x) @ y.T"
+                )
             return f"{self.description}: the batch axis cannot be followed here: {lost.reason}{remedy}"
         several = self.rule is not None and self.rule.several_outputs
         if len(self.outputs) != 1 and not several:

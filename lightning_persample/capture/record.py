@@ -642,8 +642,8 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
         norm = " (GroupNorm in place of BatchNorm)" if any("batch_norm` on" in text for text in record.mixing) else ""
         texts.append(
             "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
-            "sample's contribution to the batch gradient. For more, use layers and losses that keep samples apart"
-            f"{norm}.\n" + _bullets(record.mixing)
+            "sample's contribution to the batch gradient. Layers and losses that keep samples apart"
+            f"{norm} give it one.\n" + _bullets(record.mixing)
         )
     if record.axis_lost:
         texts.append(

@@ -515,7 +515,8 @@ def test_a_weight_of_pairs_of_samples_has_no_share_of_each() -> None:
     assert list(record.unsupported) == ["logit_scale"]
     assert "`matmul` meets two tensors of the batch" in record.unsupported["logit_scale"]
     assert record.unsupported["logit_scale"].endswith(
-        "; each entry there is of several samples, so that none has a gradient of its own"
+        "; each entry there is of several samples, so that none has a gradient of its own: let the weight meet the "
+        "samples before, as in (weight * x) @ y.T"
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
@@ -114,6 +117,19 @@ def logged(trainer: L.Trainer, start: str = "per_sample_grad/", *, epochs: bool 
         rows = [{name: float(value) for name, value in row.items() if value != ""} for row in csv.DictReader(file)]
     rows = [{n: v for n, v in row.items() if n != "epoch"} for row in rows if any(n.startswith(start) for n in row)]
     return [row for row in rows if any(name.endswith("_epoch") for name in row) == epochs]
+
+
+def of_norms(norms: Tensor, quantiles: Sequence[float] = (0.5, 0.95)) -> dict[str, float]:
+    """What is logged of the norms of some samples, all of them finite, by NumPy."""
+    values = norms.double().numpy()
+    return {
+        "norm_mean": values.mean(),
+        "norm_std": values.std(ddof=1) if len(values) > 1 else math.nan,
+        "norm_min": values.min(),
+        "norm_max": values.max(),
+        **{f"norm_p{100 * q:.10g}": np.quantile(values, q) for q in quantiles},
+        "nonfinite": 0.0,
+    }
 
 
 def column(trainer: L.Trainer, name: str) -> list[float]:

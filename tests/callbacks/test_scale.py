@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from tests.callbacks.runs import Classifier, Recorder, WithReference, column, fit, loader, logged
+from tests.callbacks.runs import Classifier, Recorder, WithReference, column, fit, loader, logged, of_norms
 
 QUANTILES = (0.5, 0.95, 0.999)
 
@@ -22,20 +22,8 @@ def assert_logged(trainer, reference, tolerance=1e-5):
     rows = logged(trainer)
     assert len(rows) == len(reference)
     for row, norms in zip(rows, reference, strict=True):
-        norms = norms.double()
-        statistics = {
-            "norm_mean": norms.mean(),
-            "norm_std": norms.std() if len(norms) > 1 else math.nan,
-            "norm_min": norms.min(),
-            "norm_max": norms.max(),
-            "norm_p50": norms.quantile(0.5),
-            "norm_p95": norms.quantile(0.95),
-            "norm_p99.9": norms.quantile(0.999),
-            "coverage": 1.0,
-            "nonfinite": 0.0,
-        }
+        expected = of_norms(norms, QUANTILES) | {"coverage": 1.0}
         found = {name.removeprefix("per_sample_grad/"): value for name, value in row.items() if name != "step"}
-        expected = {name: float(value) for name, value in statistics.items()}
         assert found.keys() - expected.keys() <= {"norm_of_mean", "noise_scale", "diversity"}  # see test_statistics
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=tolerance, nan_ok=True)
 

@@ -17,7 +17,7 @@ from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetric
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.metrics import GradientDiversity
 from tests.callbacks import known_noise_scale
-from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer, of_norms
 from tests.callbacks.step_statistics import ALL, DECAY, WithGradients, check, expected, terms, windows
 from tests.in_turn import in_turn
 from tests.processes import run_ranks
@@ -29,13 +29,11 @@ def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
     norms[[3, 100], [0, 6]] = math.inf, math.nan
     for row in torch.from_numpy(norms):
         captured = CapturedBatch(7, torch.stack([row, torch.ones(7)]), 1.0)
-        values, kept = statistics.of_step(StepNorms.of_window([captured], ())), row[row.isfinite()].numpy()
-        found = [values[f"norm_p{100 * q:.0f}"] for q in quantiles]
-        assert found == pytest.approx(np.quantile(kept, quantiles).tolist())
-    found, kept = statistics.of_epoch(), norms[np.isfinite(norms)]
-    wanted = {"mean": kept.mean(), "std": kept.std(ddof=1), "min": kept.min(), "max": kept.max()}
-    wanted |= {f"p{100 * q:.0f}": np.quantile(kept, q) for q in quantiles}
-    assert found == pytest.approx({f"norm_{n}_epoch": v for n, v in wanted.items()} | {"nonfinite_epoch": 2.0})
+        finite = row[row.isfinite()]
+        wanted = of_norms(finite, quantiles) | {"nonfinite": len(row) - len(finite), "coverage": 1.0}
+        assert statistics.of_step(StepNorms.of_window([captured], ())) == pytest.approx(wanted)
+    wanted = of_norms(torch.from_numpy(norms[np.isfinite(norms)]), quantiles) | {"nonfinite": 2.0}
+    assert statistics.of_epoch() == pytest.approx({f"{name}_epoch": value for name, value in wanted.items()})
     statistics.start_epoch()
     assert statistics.of_epoch() == {}
 
@@ -71,15 +69,11 @@ def test_an_epoch_has_those_of_all_its_steps(tmp_path):
     rows = logged(trainer, epochs=True)
     assert [row["step"] for row in rows] == [4, 9]
     for row, batches in zip(rows, (module.batches[:5], module.batches[5:]), strict=True):
-        norms = np.linalg.norm(np.concatenate(batches), axis=1)
         S, G2 = np.average([terms(grads) for grads in batches], axis=0, weights=[len(grads) for grads in batches])
         each = expected(batches)
-        wanted = {
-            "norm_mean": norms.mean(), "norm_std": norms.std(ddof=1), "norm_min": norms.min(), "norm_max": norms.max(),
-            "norm_p50": np.quantile(norms, 0.5), "norm_p95": np.quantile(norms, 0.95), "nonfinite": 0.0,
-            "noise_scale": S / G2 if G2 > 0 else math.nan,
-            **{name: np.mean([one[name] for one in each]) for name in ALL[1:]},
-        }  # fmt: skip
+        wanted = of_norms(torch.from_numpy(np.linalg.norm(np.concatenate(batches), axis=1)))
+        wanted["noise_scale"] = S / G2 if G2 > 0 else math.nan
+        wanted |= {name: np.mean([one[name] for one in each]) for name in ALL[1:]}
         found = {name: value for name, value in row.items() if name.endswith("_epoch")}
         assert found == pytest.approx({f"per_sample_grad/{name}_epoch": v for name, v in wanted.items()}, nan_ok=True)
         assert {n for n in trainer.callback_metrics if n.endswith("_epoch")} == set(found)

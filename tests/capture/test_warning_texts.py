@@ -64,15 +64,15 @@ def test_batch_normalization() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
     assert texts(module, lambda z: F.cross_entropy(z, LABELS)) == [
         "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
-        "contribution to the batch gradient. For more, use layers and losses that keep samples apart (GroupNorm in "
-        "place of BatchNorm).\n- `batch_norm` on (6, 3), (3,), (3,), (3,), (3,)"
+        "contribution to the batch gradient. Layers and losses that keep samples apart (GroupNorm in "
+        "place of BatchNorm) give it one.\n- `batch_norm` on (6, 3), (3,), (3,), (3,), (3,)"
     ]
 
 
 def test_a_contrastive_loss_gets_no_advice_on_batch_normalization() -> None:
     assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z @ z.T, torch.arange(6))) == [
         "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
-        "contribution to the batch gradient. For more, use layers and losses that keep samples apart.\n"
+        "contribution to the batch gradient. Layers and losses that keep samples apart give it one.\n"
         "- `matmul` meets two tensors of the batch with their batch axes at different places (shapes [(6, 3), (3, 6)]"
     ]
 
@@ -116,7 +116,7 @@ def test_nothing_is_said_of_a_lost_axis_where_samples_stay_apart() -> None:
 def test_a_lost_axis_and_batch_normalization_are_two_texts() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
     influence, axis_lost = texts(module, lambda z: z.roll(1).square().mean())
-    assert "(GroupNorm in place of BatchNorm).\n- `batch_norm` on (6, 3)" in influence
+    assert "(GroupNorm in place of BatchNorm) give it one.\n- `batch_norm` on (6, 3)" in influence
     assert axis_lost.startswith(AXIS_LOST)
 
 
@@ -192,6 +192,6 @@ def test_entries_of_one_sample_that_are_added_to_others_are_influence() -> None:
     found = texts(nn.Linear(5, 3), lambda z: (z + z.view(9, 2).repeat(1, 9).view(54, 3)[:6]).square().mean())
     assert found == [
         "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
-        "contribution to the batch gradient. For more, use layers and losses that keep samples apart.\n"
+        "contribution to the batch gradient. Layers and losses that keep samples apart give it one.\n"
         "- `add` combines different samples"
     ]
