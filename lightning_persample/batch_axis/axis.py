@@ -235,14 +235,15 @@ class EntryOwners:
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
-        ranked: other samples say at which place an entry stands.
+        by_rank: where other samples say at which place an entry stands, by what each sample was multiplied, (B,), 0
+            where it has no part; else None.
     """
 
     samples: frozenset[int] = frozenset()
     entries: Tensor | None = None
     unplaced: bool = False
     listed: bool = False
-    ranked: bool = False
+    by_rank: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -309,7 +310,13 @@ class Lost(EntryOwners, SampleSum):
         return (
             self.reduced is True and bool(self.parts) and not said and self.computed is None
             and self.entries is None and self.totals is None and self.shares is None and self.weights is None
+            and self.by_rank is None
         )  # fmt: skip
+
+    @property
+    def ranked(self) -> bool:
+        """Whether other samples say at which place an entry stands."""
+        return self.by_rank is not None
 
     @property
     def alone(self) -> int | None:

@@ -20,7 +20,7 @@ from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, POINTWISE
-from lightning_persample.batch_axis.ranked import by_rank
+from lightning_persample.batch_axis.ranked import by_rank, weighed_by_rank
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
@@ -51,13 +51,13 @@ def follow(call: ObservedCall) -> Followed:
         followed = by_entries_moved(call, followed)
     followed = by_rank(call, followed)
     if not any(isinstance(place, Lost) for place in followed.outputs):
-        return _numbered(call, followed)
+        return weighed_by_rank(call, _numbered(call, followed))
     notes = frozenset[Note]().union(*(mark.notes for _, mark in call.lost))
     notes |= {(kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind))}
     if notes:
         outputs = (replace(mark, notes=notes) if isinstance(mark, Lost) else mark for mark in followed.outputs)
         followed = replace(followed, outputs=tuple(outputs))
-    return by_what_samples_give(call, followed)
+    return weighed_by_rank(call, by_what_samples_give(call, followed))
 
 
 def _numbered(call: ObservedCall, followed: Followed) -> Followed:

@@ -21,6 +21,7 @@ What a row may say of its ops:
 - ``places``: positions of entries, or the numbers that occur.
 - ``indexes``: a number among its arguments may say which entry is meant.
 - ``shapes``: a number among its arguments may say how large the result is.
+- ``orders``: which of the entries the result has, and where, is up to the values of all of them.
 - ``draws``: random numbers.
 - ``drops``: it multiplies entries by random numbers, as dropout does.
 - ``makes``: data out of anything that Python holds.
@@ -156,17 +157,19 @@ add_ops("list", "places", "argwhere nonzero unique unique_consecutive")
 add_ops("reduction", "sums totals", "mean nansum sum")
 add_ops("reduction", "totals", "nanmean")
 add_ops("reduction", "", """
-    all amax amin aminmax any argmax argmin count_nonzero logsumexp median mode nanmedian prod special_logsumexp std
-    std_mean var var_mean
+    all any argmax argmin count_nonzero logsumexp prod special_logsumexp std std_mean var var_mean
     """)
-add_ops("extremum", "", "max min")
+add_ops("reduction", "orders", "amax amin aminmax median mode nanmedian")
+add_ops("extremum", "orders", "max min")
 add_ops("norm", "", "linalg_norm linalg_vector_norm norm")
 add_ops("scan", "", """
-    cummax cummin cumprod log_softmax logcumsumexp softmax special_log_softmax special_softmax
+    cumprod log_softmax logcumsumexp softmax special_log_softmax special_softmax
     """)
+add_ops("scan", "orders", "cummax cummin")
 add_ops("scan", "sums", "cumsum")
-add_ops("sort", "", "argsort glu msort sort")
-add_ops("topk", "", "topk")
+add_ops("sort", "", "argsort glu")
+add_ops("sort", "orders", "msort sort")
+add_ops("topk", "orders", "topk")
 add_ops("transform", "", """
     fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn
     fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
@@ -209,11 +212,12 @@ add_ops("unpack", "", "_pad_packed_sequence")
 # may decide (`renorm` beyond its maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
 add_ops("by_rows", "", """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-    _upsample_nearest_exact3d channel_shuffle col2im cosine_similarity grid_sampler im2col kthvalue max_unpool2d
-    max_unpool3d nanquantile pairwise_distance pixel_shuffle pixel_unshuffle prelu quantile stft trapezoid
+    _upsample_nearest_exact3d channel_shuffle col2im cosine_similarity grid_sampler im2col max_unpool2d max_unpool3d
+    pairwise_distance pixel_shuffle pixel_unshuffle prelu stft trapezoid
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_trilinear3d
     """)
+add_ops("by_rows", "orders", "kthvalue nanquantile quantile")
 
 # Losses.
 add_ops("loss", "classes", "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd", reduction=3, class_weights=2)

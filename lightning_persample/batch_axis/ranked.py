@@ -1,8 +1,9 @@
 """Rows at places that other samples say, as where a batch is sorted by its losses, or by length to be packed.
 
 Whose each row is stays known, and what is computed from each row alone is exact. Which number of a constant meets it by
-its place is up to the other samples, as in ``losses[losses.argsort()] * weights_by_rank``: that is noted. Rows that are
-put back to the places of their samples are as before.
+its place is up to the other samples, as in ``losses[losses.argsort()] * weights_by_rank``: that is noted, as it is
+where numbers meet the rows one by one, or parts of them (``2 * ranked[:k].sum() + ranked[k:].sum()``), and differ. Rows
+that are put back to the places of their samples are as before.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_persample.batch_axis.added_up import averages, factors_beside, nodes_that_multiply
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, entries_of
 from lightning_persample.batch_axis.base import Followed, has_equal_rows
-from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_line
 from lightning_persample.batch_axis.ops import OPS, POINTWISE, having
 
 _BY_PLACES = frozenset(
     name for name, op in OPS.items() if op.family in ("select", "gather", "take", "getitem", "setitem", "index_put")
 )
-_PICKS, _CLEARS = having("picks"), ("mul", "masked_fill")
+_PICKS, _CLEARS, _JOINS = having("picks"), ("mul", "masked_fill"), having("joins")
+_SAME = 1e-5
 
 
 def by_rank(call: ObservedCall, followed: Followed) -> Followed:
@@ -30,9 +33,7 @@ def by_rank(call: ObservedCall, followed: Followed) -> Followed:
         return followed
     outputs = list(followed.outputs)
     for place, mark in enumerate(outputs):
-        if isinstance(mark, Lost) and is_ranked and not mark.reduced and (mark.entries is not None or mark.samples):
-            outputs[place] = replace(mark, ranked=True)
-        elif isinstance(mark, BatchAxis) and (not _is_back(call, mark) if is_ranked else _is_put(call, mark)):
+        if isinstance(mark, BatchAxis) and (not _is_back(call, mark) if is_ranked else _is_put(call, mark)):
             samples = torch.arange(call.batch_size, device=call.outputs[place].device)
             sample = samples if mark.owner is None else mark.owner.sample
             outputs[place] = mark if mark.ranked else replace(mark, owner=Owner(sample, ranked=True))
@@ -70,6 +71,10 @@ def _beside_constants(call: ObservedCall, followed: Followed) -> Followed:
     differing = [tensor for tensor, dims in laid if not all(has_equal_rows(tensor, dim) for dim in dims)]
     if all(id(tensor) in call.made or _clears(call, tensor) for tensor in differing):
         return followed
+    return _noted(call, followed)
+
+
+def _noted(call: ObservedCall, followed: Followed) -> Followed:
     text = f"`{call.name}` meets samples by their places in an order of the whole batch{user_line()}"
     outputs = tuple(
         mark.mixed(mark.mixing or text) if isinstance(mark, BatchAxis) else mark for mark in followed.outputs
@@ -78,6 +83,89 @@ def _beside_constants(call: ObservedCall, followed: Followed) -> Followed:
     if not noted:
         return replace(followed, outputs=outputs)
     return replace(followed, outputs=outputs, weighting=followed.weighting or text, is_sure=True)
+
+
+def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer with what such samples were multiplied by; noted where they are brought together and that differs."""
+    is_ranked = any(operand.axis is not None and operand.axis.ranked for operand in call.operands)
+    places = [place for place, mark in enumerate(followed.outputs) if isinstance(mark, Lost) or call.op in _JOINS]
+    if call.batch_size == 1 or not is_ranked or not places or followed.mixing is not None:
+        return followed
+    owners = [axis.owner for _, axis in call.located if axis.owner is not None]
+    in_parts = any(int(owner.counts(call.batch_size).max()) > 1 for owner in owners)  # (a part has some rows of each)
+    outputs, differs = list(followed.outputs), False
+    for place in places:
+        mark = outputs[place]
+        weights = torch.zeros(call.batch_size) if in_parts else _weights_after(call, mark)
+        known = weights[weights != 0]
+        is_even = bool((known - known.mean()).abs().max() <= _SAME * known.abs().max()) if len(known) else True
+        differs |= not is_even
+        if isinstance(mark, Lost):
+            is_whole = mark.noted or (mark.reduced is True and is_even and len(known) in (0, call.batch_size))
+            outputs[place] = replace(mark, by_rank=None if is_whole else weights)
+    followed = replace(followed, outputs=tuple(outputs))
+    if not differs or any(kind == "weighting" for _, mark in call.lost for kind, _ in mark.notes):
+        return followed
+    noted = _noted(call, followed)
+    notes = frozenset({("weighting", noted.weighting)} if noted.weighting else ())
+    marks = (replace(mark, notes=mark.notes | notes) if isinstance(mark, Lost) else mark for mark in noted.outputs)
+    return replace(noted, outputs=tuple(marks))
+
+
+def _weights_after(call: ObservedCall, mark: BatchAxis | Lost | None) -> Tensor:
+    """By what each sample was multiplied in a result, (B,), 0 where it has no part."""
+    of_batch = [operand for operand in call.operands if operand.axis is not None]
+    differs = [operand for operand in of_batch if operand.tensor.requires_grad]
+    total = torch.zeros(call.batch_size, dtype=torch.float64)
+    for operand in differs or of_batch:
+        own = _weights_of(call, operand) * _factor(call, operand.tensor, mark)
+        total = torch.where((total != 0) & (own != 0), total + torch.pi * own, total + own)
+    if isinstance(mark, Lost) and mark.samples:
+        is_in = torch.zeros(call.batch_size, dtype=torch.bool)
+        is_in[sorted(mark.samples)] = True
+        total = total * is_in
+    return total
+
+
+def _weights_of(call: ObservedCall, operand: Operand) -> Tensor:
+    """By what each sample was multiplied in an operand, (B,)."""
+    axis = operand.axis
+    if isinstance(axis, Lost) and axis.by_rank is not None:
+        return axis.by_rank
+    weights = torch.ones(call.batch_size, dtype=torch.float64)
+    if isinstance(axis, BatchAxis) and axis.owner is not None:
+        weights = (axis.owner.counts(call.batch_size) > 0).double().cpu()
+    elif isinstance(axis, Lost) and axis.samples:
+        weights = torch.zeros(call.batch_size, dtype=torch.float64)
+        weights[sorted(axis.samples)] = 1
+    return weights * _factor_within(operand.tensor) if isinstance(axis, BatchAxis) else weights
+
+
+def _factor_within(tensor: Tensor) -> float:
+    """By what one number the entries of a tensor were multiplied, as far as its nodes show it."""
+    number = 1.0
+    try:
+        for _, factor, _ in nodes_that_multiply(tensor):
+            if factor is None or not factor.numel() or bool((factor != factor.flatten()[0]).any()):
+                break
+            number *= float(factor.detach().flatten()[0])
+    except RuntimeError:  # it was written to since
+        return 1.0
+    return number
+
+
+def _factor(call: ObservedCall, tensor: Tensor, mark: BatchAxis | Lost | None) -> float:
+    """By what number a call multiplies the samples in an operand."""
+    if call.op in ("add", "sub"):
+        number = 1.0 if tensor is call.args[0] else float(call.kwargs.get("alpha", 1))
+        return -number if call.op == "sub" and tensor is not call.args[0] else number
+    if call.op == "neg":
+        return -1.0
+    if averages(call) and isinstance(mark, Lost) and mark.alone is None:
+        return 1 / max(tensor.numel(), 1)
+    beside = factors_beside(call, 1) if call.op in ("mul", "rmul", "div") and not call.made else None
+    factor = beside[0] if beside else 1.0
+    return factor if call.op != "div" or not factor else 1 / factor
 
 
 def _laid_along(call: ObservedCall, followed: Followed, tensor: Tensor) -> list[int]:

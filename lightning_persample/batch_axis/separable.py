@@ -23,6 +23,7 @@ from lightning_persample.batch_axis.added_up import UNKNOWN, products_of, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Note, Root, entries_of, one_entry
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
+from lightning_persample.batch_axis.ops import having
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
@@ -33,6 +34,8 @@ _STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient 
 _CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
 _LONGEST = 32  # calls that are made again
 _ALONE = 6  # samples that are looked at alone beside the first and the last
+
+_ORDERS = having("orders")
 
 # Lines, ops and shapes of numbers: those that were looked at in vain, and those, with the values of the constants and
 # owners in them, that are looked at by one split at a time from then on, another one at each step.
@@ -197,6 +200,10 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     some = samples if len(samples) < call.batch_size else frozenset[int]()
     counts = frozenset[int]().union(*(products_of(root.values.shape) for root in computed.roots))
     place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some, counts=counts)
+    if some and number.weight and not _ORDERS.isdisjoint(computed.ops):  # (which they are is up to the values of all)
+        weights = torch.zeros(call.batch_size, dtype=torch.float64)
+        weights[sorted(some)] = number.weight
+        place = replace(place, by_rank=weights)
     return Followed((place,), weighting=note, by_values=True)
 
 
@@ -244,6 +251,7 @@ class _Number:
         self.counts = torch.cat(weighed).bincount(minlength=batch_size)  # of entries with a part in it
         self.samples = self.counts.nonzero().flatten().tolist()
         self.size = max(float(gradient.abs().max()) for gradient in self.gradients if gradient.numel())
+        self.weight = 0.0  # of each sample, where it has one entry in a sum
         self._random = torch.Generator().manual_seed(next(_SEEDS))  # (the user's is left as it is)
 
     def as_a_sum(self, splits: int | None = None) -> tuple[frozenset[int] | None, frozenset[int]] | None:
@@ -257,6 +265,7 @@ class _Number:
         counts = self.counts[self.samples]
         if is_linear and self._is_rounding(weights - weights[0]) and bool((counts == counts[0]).all()):
             count, weight = int(counts[0]), float(weights[0])
+            self.weight = weight if count == 1 else 0.0
             parts = self._parts_at(weight) if count == 1 else None  # (a mean may be written out)
             alone = None if parts and self._takes_all() else self._parts_of_alone(splits == 1)
             if alone is not None or self._takes_all() or self._is_separable(splits):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from lightning_persample import PerSampleRecord
 from tests.capture.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -175,3 +176,106 @@ def test_rows_in_an_order_of_the_batch_are_exact(name: str, in_order: bool) -> N
         assert (record.weighting, record.mixing, record.axis_lost, record.unsupported) == ((), (), (), {})
         if name in STAYS:
             assert_values(record, loop(module, loss, (batch,)))
+
+
+WEIGHTS = [0.5, 0.8, 1.0, 1.3, 1.7, 2.0]
+
+
+def in_order(m: Network, x: Tensor) -> Tensor:
+    each = losses(m, x)
+    return each[each.argsort()]
+
+
+def one_after_another(numbers: Sequence[float], rows: Iterable[Tensor]) -> Tensor:
+    total = torch.zeros(())
+    for number, row in zip(numbers, rows, strict=False):
+        total = total + number * row.square().sum()
+    return total / len(numbers)
+
+
+ONE_BY_ONE: dict[str, Callable[[Network, Tensor, Sequence[float]], Tensor]] = {
+    "numbers": lambda m, x, w: sum(w[i] * row for i, row in enumerate(in_order(m, x))) / 6,
+    "by-place": lambda m, x, w: (lambda each: sum(w[i] * each[i] for i in range(len(each))) / 6)(in_order(m, x)),
+    "values": lambda m, x, w: (lambda each: sum(w[i] * each[i] for i in range(len(each))) / 6)(
+        losses(m, x).sort().values
+    ),
+    "rows": lambda m, x, w: one_after_another(w, m(x)[by_first(x)]),
+    "data": lambda m, x, w: one_after_another(w, (m(row) for row in x[by_first(x)])),
+    "unbound": lambda m, x, w: one_after_another(w, m(x)[by_first(x)].unbind()),
+    "of-a-buffer": lambda m, x, w: one_after_another(
+        m.by_rank if len(set(w)) > 1 else torch.full_like(m.by_rank, w[0]), m(x)[by_first(x)]
+    ),
+    "divided": lambda m, x, w: sum(row / w[i] for i, row in enumerate(in_order(m, x))) / 6,
+    "stacked": lambda m, x, w: torch.stack([w[i] * row for i, row in enumerate(in_order(m, x))]).sum() / 6,
+    "before-a-function": lambda m, x, w: sum((w[i] * row).square() for i, row in enumerate(in_order(m, x))) / 6,
+}
+PARTS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sums": lambda each, w: (w * each[:2].sum() + each[2:].sum()) / 6,
+    "sums-of-products": lambda each, w: ((w * each[:2]).sum() + each[2:].sum()) / 6,
+    "means": lambda each, w: w * each[:3].mean() + each[3:].mean(),
+    "split": lambda each, w: (lambda low, high: (low.sum() * w + high.sum()) / 6)(*each.split([2, 4])),
+    "joined": lambda each, w: torch.cat([w * each[:2], each[2:]]).mean(),
+    "added": lambda each, w: (each[2:].sum()).add(each[:2].sum(), alpha=w) / 6,
+    "subtracted": lambda each, w: (each[2:].sum() + w * -each[:2].sum().neg()) / 6,
+    "again": lambda each, w: (each.sum() + (w - 1) * each[:2].sum()) / 6,
+}
+
+
+def said(record: PerSampleRecord) -> bool:
+    return any("by their places in an order of the whole batch" in text for text in record.weighting)
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("numbers", [WEIGHTS, [2.5] * 6], ids=["different", "equal"])
+def test_numbers_that_meet_rows_one_by_one_are_said_where_they_differ(numbers: Sequence[float], name: str) -> None:
+    batch, module = torch.randn(6, 5), Network()
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return ONE_BY_ONE[name](m, x, numbers) * (6 / len(x))
+
+    record = record_of(module, loss, batch)
+    if numbers is WEIGHTS:
+        assert (*record.weighting, *record.mixing) != ()
+        assert said(record) or name == "unbound"
+    else:
+        assert (record.weighting, record.mixing, record.axis_lost, record.unsupported) == ((), (), (), {})
+        assert_values(record, loop(module, loss, (batch,)))
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("number", [2.0, 1.0])
+def test_numbers_that_meet_parts_of_an_order_are_said_where_they_differ(
+    number: float, name: str, by_values: bool
+) -> None:
+    batch, module = torch.randn(6, 5), Network()
+    if by_values and name == "joined":
+        pytest.skip("parts of sorted values that are joined are said to mix")
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return PARTS[name](losses(m, x).sort().values if by_values else in_order(m, x), number)
+
+    record = record_of(module, loss, batch)
+    if number != 1:
+        assert said(record)
+    else:
+        assert (record.weighting, record.mixing, record.axis_lost, record.unsupported) == ((), (), (), {})
+        scale = 2 if name == "means" else 1
+        assert_values(record, loop(module, lambda m, x: scale * losses(m, x).mean(), (batch,)))
+
+
+LARGEST: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "alone": (lambda each: each.topk(2).values.mean(), False),
+    "beside-all": (lambda each: (each.sum() + each.topk(2).values.sum()) / 6, True),
+    "one-beside-all": (lambda each: (each.sum() + each.max()) / 6, True),
+    "left-out": (lambda each: (each.sum() + 0 * each.topk(2).values.sum()) / 6, False),
+    "logged": (lambda each: each.mean() + 0 * each.max().detach(), False),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_samples_that_count_twice_as_the_largest_are_said(name: str) -> None:
+    loss, is_said = LARGEST[name]
+    record = record_of(Network(), lambda m, x: loss(losses(m, x)), torch.randn(6, 5))
+    assert said(record) == is_said
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
