@@ -95,7 +95,9 @@ LEAST_MEMORY_BUDGET = 2 * 2**20
 _HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)
 
 MatrixKernel = Literal["gram", "direct"]
-PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped", "diagonals", "fourier"]
+PatchKernel = Literal[
+    "product", "autocorrelation", "unfolded gram", "unfolded", "layers", "grouped", "diagonals", "fourier"
+]
 
 _REMEMBERED = 4096  # choices; sizes that change all the time (ragged sequences) push out the oldest
 _ELEMENTWISE = 32  # one number written and read again
@@ -297,6 +299,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     #   one input channel in each group, on a CPU;
     # - "fourier" matrix products with the sines and cosines of F frequencies, F (P C + (T + K) O), and F O products;
     #   for one input channel in each group, on a CPU;
+    # - "product" for T = 1, the squared norms of C K and O numbers;
     # - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
     geometry, channels, outputs = sizes.geometry, sizes.in_channels, sizes.out_channels
     kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
@@ -323,6 +326,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
         costs["fourier"] = sizes.frequencies * (transformed + _ELEMENTWISE * sizes.rows * outputs)
     if on_cpu or groups > 1:
         costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
+    if not dense and positions == 1:
+        costs["product"] = sizes.unfolded + outputs
     if not dense and item_size * 3 * read**2 * groups <= budget:
         written = (sizes.unpadded < read) + sum(kernel_size) - len(kernel_size)
         each = _ELEMENTWISE if set(geometry.stride) == {1} else _PICKED

@@ -145,7 +145,7 @@ class Patches(SampleGradient):
         self, kernel: PatchKernel, rows: Rows, sizes: PatchSizes, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """The squared norms (B,) by a kernel, and what to compare them with where errors may show that cancelled."""
-        each = _bytes_each(kernel, sizes, False)
+        each = _bytes_each(kernel, sizes, False) + norms.bytes_to_widen(self.grad_out, self.input, dtype=dtype)
         squares, scales = [], []
         for part in chunks(self.batch_size, each, self.device):
             if kernel in GRAM:
@@ -155,6 +155,8 @@ class Patches(SampleGradient):
                 formed, scale = fourier_gradients(rows.part(part, dtype))
                 square = norms.dense_sq_norm(formed)
                 scales.append(scale)
+            elif kernel == "product":
+                square = _product_squares(rows.part(part, dtype))
             else:
                 read, channels = self.input[part].to(dtype), _output_channels(each, sizes)
                 grads = self.grad_out[part]
@@ -165,7 +167,7 @@ class Patches(SampleGradient):
         return _joined(squares), _joined(scales) if scales else None
 
     def _is_formed(self) -> bool:
-        return self._is_empty() or patch_kernel(self._rows().sizes(self.dtype), dense=False) not in (*GRAM, "fourier")
+        return self._is_empty() or patch_kernel(self._rows().sizes(self.dtype), dense=False) in DENSE
 
     def _sq_norm_and_sum(self) -> tuple[Tensor, Tensor]:
         dtype, rows = self.dtype, self._rows()
@@ -315,7 +317,8 @@ def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:
         "diagonals": inputs + outputs + 2 * result + sizes.column_products,
         "unfolded gram": inputs + unfolded + 2 * groups * sizes.positions**2,
         "autocorrelation": inputs + 3 * groups * sizes.read**2,
-        "fourier": inputs + outputs + 2 * sizes.frequencies * sizes.rows * sizes.out_channels + result,
+        "fourier": 2 * sizes.frequencies * sizes.rows * sizes.out_channels + result,
+        "product": unfolded,
     }
     return numbers[kernel] * sizes.item_size
 
@@ -328,6 +331,12 @@ def _gram_sums(products: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """All entries of (b G, m, m), and its diagonal, added up for each sample: (b,) and (b,)."""
     sums, diagonal = norms.sum_and_trace(products)
     return (sums, diagonal) if groups == 1 else (sums.view(-1, groups).sum(1), diagonal.view(-1, groups).sum(1))
+
+
+def _product_squares(rows: Rows) -> Tensor:
+    """The squared norm of each sample's gradient, of one product for each group of channels: (b,)."""
+    squares = norms.sq_sum(rows.output_rows().squeeze(2)) * norms.sq_sum(rows.unfolded().squeeze(2))
+    return squares if rows.geometry.groups == 1 else squares.view(-1, rows.geometry.groups).sum(1)
 
 
 def _formed_squares(kernel: PatchKernel, rows: Rows) -> Tensor:

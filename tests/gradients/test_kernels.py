@@ -34,11 +34,16 @@ from tests.in_turn import in_turn
 
 CPU = torch.device("cpu")
 KERNELS: list[PatchKernel] = ["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
-GRAM = {"autocorrelation", "unfolded gram", "fourier"}
-ODD = {
-    "one-channel": Convolution((6, 5), (3, 3), (1, 1), (SAME, SAME), (1, 1), channels=(1, 1)),
+GRAM = {"product", "autocorrelation", "unfolded gram", "fourier"}
+ONE = {
     "one-position": Convolution((3, 2), (3, 2), (1, 1), (NO_PAD, NO_PAD), (1, 1)),
     "one-position-of-many": Convolution((9, 9), (2, 2), (1, 1), (NO_PAD, NO_PAD), (1, 1), crop=7),
+    "one-position-dilation-and-padding": Convolution((4, 3), (3, 3), (2, 1), (NO_PAD, SAME), (1, 2), groups=2),
+    "one-position-depthwise": Convolution((1, 1), (3, 3), (1, 1), (SAME, SAME), (1, 1), groups=3, channels=(3, 6)),
+    "one-position-3d": Convolution((1, 1, 1), (1, 1, 1), (1, 1, 1), (NO_PAD,) * 3, (1, 1, 1)),
+}
+ODD = {
+    "one-channel": Convolution((6, 5), (3, 3), (1, 1), (SAME, SAME), (1, 1), channels=(1, 1)),
     "dilation-and-stride": Convolution((11, 12), (3, 2), (2, 3), ((2, 2), (1, 0)), (2, 3), groups=2),
     "dilation-shares-a-divisor-with-stride": Convolution((13, 9), (3, 3), (4, 2), ((3, 1), SAME), (6, 2)),
     "odd-groups-even-kernel-rows": Convolution(
@@ -50,10 +55,11 @@ ODD = {
     "1d-one-channel-rows": Convolution((8,), (3,), (2,), (SAME,), (2,), channels=(1, 5), rows=4),
     "3d-one-channel": Convolution((3, 4, 3), (2, 2, 2), (1, 2, 1), (SAME, NO_PAD, SAME), (2, 1, 1), channels=(1, 2)),
 }
-EVERY = GEOMETRIES | ODD
+EVERY = GEOMETRIES | ODD | ONE
 FORCED: list[tuple[str, PatchKernel]] = [
     *itertools.product(EVERY, KERNELS),
     *itertools.product([name for name in EVERY if "depthwise" in name], ["diagonals", "fourier"]),
+    *itertools.product(ONE, ["product"]),
 ]
 MEMORY = {"whole": None, "few-samples": 6000, "rows-of-one-sample": 1}
 
