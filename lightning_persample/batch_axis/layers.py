@@ -197,6 +197,8 @@ def _follow_reflected_matmul(call: ObservedCall) -> Followed:
 
 @propagation_rule("added_product", by_layout=True)
 def _follow_added_product(call: ObservedCall) -> Followed:
+    # Overloads that torch deprecates have beta and alpha among the tensors.
+    call = replace(call, args=tuple(arg for arg in call.args if isinstance(arg, Tensor)))
     added = call.argument(0, "input", "self")
     left, right = call.argument(1, "mat1", "batch1", "mat"), call.argument(2, "mat2", "batch2", "vec")
     if call.axis_of(left) is None and call.axis_of(right) is None:

@@ -31,6 +31,12 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def times(grad: Tensor, factor: complex) -> Tensor:
+    """The gradient of what was multiplied by a number."""
+    factor = factor.conjugate()
+    return grad if factor == 1 else widen(grad) * factor
+
+
 def align_rank(tensor: Tensor, rank: int) -> Tensor:
     """Give a batch-first tensor axes of size 1 after the batch axis until it has `rank`: (B, 1, ..., 1, *shape)."""
     return tensor[(slice(None),) + (None,) * (rank - tensor.dim())]
@@ -93,9 +99,7 @@ def rsub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
 def _linear_combination(call: Call, grad_output: Tensor, factors: dict[str, complex]) -> dict[str, Dense]:
     found = {}
     for name in call.weights:
-        factor = factors[name].conjugate()
-        grad = grad_output if factor == 1 else widen(grad_output) * factor
-        found[name] = _contribution(call, name, grad)
+        found[name] = _contribution(call, name, times(grad_output, factors[name]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Linear maps: ``F.linear`` and a matrix product with a weight on the right."""
+"""Linear maps: ``F.linear`` and a matrix product with a weight on the right, which a sum may take in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient
-from lightning_persample.rules.elementwise import align_rank, sum_to_shape, widen
+from lightning_persample.rules.elementwise import align_rank, sum_to_shape, times, widen
 from lightning_persample.rules.registry import Call, register_rule
 
 
@@ -63,6 +63,27 @@ def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     x = align_rank(x, grad_output.dim())
     _require_positions(op, x.shape[-2:-1], grad_output.shape[-2:-1])
     return {name: Dense(sum_to_shape(widen(x).mT @ widen(grad_output), weight.shape))}
+
+
+@register_rule(
+    torch.addmm,
+    arguments=("input", "mat1", "mat2", "beta", "alpha"),
+    batched=("input", "mat1"),
+    weights=("input", "mat2"),
+    reads=("mat1",),
+    adds_rows=lambda arguments: True,
+)
+def addmm(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """``y = beta b + alpha x @ W``: dW = alpha sum_t x_t (x) g_t, db = beta sum_t g_t; grad_output (B, t, p)."""
+    found: dict[str, SampleGradient] = {}
+    if "mat2" in call.weights:
+        x, grad = call.arguments["mat1"], times(grad_output, call.get("alpha", 1))
+        _require_positions("addmm", x.shape[:-1], grad.shape[:-1])
+        found["mat2"] = Outer(x.to(grad.dtype).conj(), grad)
+    if "input" in call.weights:
+        grad = times(grad_output, call.get("beta", 1))
+        found["input"] = Dense(sum_to_shape(grad, call.arguments["input"].shape))
+    return found
 
 
 def _vector(x: Tensor, grad_output: Tensor) -> Dense:

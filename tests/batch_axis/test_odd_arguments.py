@@ -48,6 +48,35 @@ def test_a_list_that_is_changed_before_the_backward(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(module.a.weight.grad, expected)
 
 
+NUMBERS_AMONG_TENSORS = {
+    "one": lambda m, x: torch.addmm(2, m.bias, x, m.weight),
+    "two": lambda m, x: torch.addmm(2, m.bias, 3, x, m.weight),
+    "method": lambda m, x: (x @ m.weight).addmm(2, x + m.bias.sum(), m.weight),
+    "method, two": lambda m, x: (x @ m.weight).addmm(2, 3, x + m.bias.sum(), m.weight),
+    "vector": lambda m, x: torch.addmv(2, m.bias.sum().expand(len(x)), 3, x, m.weight[:, 0])[:, None],
+}
+
+
+@pytest.mark.filterwarnings("ignore:This overload of add:UserWarning")
+@pytest.mark.parametrize("forward", NUMBERS_AMONG_TENSORS.values(), ids=NUMBERS_AMONG_TENSORS)
+def test_an_overload_with_numbers_among_its_tensors(forward: Any) -> None:
+    module = Model(forward, weight=nn.Parameter(torch.randn(D, T)), bias=nn.Parameter(torch.randn(T)))
+    assert_exact(module, mean_of_squares, (torch.randn(B, D),))
+
+
+@pytest.mark.filterwarnings("ignore:This overload of add:UserWarning")
+@pytest.mark.parametrize("numbers", [{"beta": 2, "alpha": 3}, {}], ids=["named", "among its tensors"])
+def test_a_sum_with_a_product_over_the_batch(numbers: dict[str, float]) -> None:
+    added, matrix = torch.randn(T, B), torch.randn(B, B)
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        h = module.a(x).T
+        return torch.addmm(added, h, matrix, **numbers) if numbers else torch.addmm(2, added, 3, h, matrix)
+
+    record = record_of(Model(forward, a=nn.Linear(D, T)), lambda m, x: m(x).square().sum(), torch.randn(B, D))
+    assert [text.startswith("`square` of a value computed over the whole batch") for text in record.mixing] == [True]
+
+
 @pytest.mark.usefixtures("own_rules")
 def test_a_rule_that_writes_into_a_list_that_it_is_given() -> None:
     names = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")

@@ -29,6 +29,7 @@ WITH_RULE = {
     "rdiv": ("__rdiv__",),
     "matmul": ("matmul", "__rmatmul__"),
     "mm": ("mm",),
+    "addmm": ("addmm", "addmm.decomposed"),
     "linear": ("nn.functional.linear",),
     "conv1d": ("nn.functional.conv1d",),
     "conv2d": ("nn.functional.conv2d",),
@@ -49,7 +50,7 @@ IN_MODULES = {
     "rnn_relu_cell": "RNNCell", "rnn_tanh_cell": "RNNCell",
 }
 GENERIC = (
-    "einsum", "addmm", "addmm.decomposed", "baddbmm", "bmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "inner",
+    "einsum", "baddbmm", "bmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "inner",
     "outer", "kron", "tensordot", "linalg.multi_dot", "linalg.vecdot", "nn.functional.bilinear", "nn.functional.prelu",
     "nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward",
     "nn.functional.cosine_similarity", "nn.functional.pairwise_distance", "nn.functional.pad.constant",

@@ -42,7 +42,8 @@ IN_PLACE = {
     "div": (torch.Tensor.div_, torch.Tensor.__itruediv__),
 }
 IN_BFLOAT16 = {  # ops with a rule that autocast casts on a CPU
-    "linear", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "linear", "matmul", "mm", "addmm",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
 
 every_op = [pytest.param(case, id=name) for name, case in OPS.items()]

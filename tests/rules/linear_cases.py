@@ -46,6 +46,12 @@ def linear_cases() -> Iterator[Case]:
     yield _product("matmul-stack_broadcasts_input", torch.matmul, "other", (1, 1, 5, D), (2, D, P))
     yield _product("matmul-stack_of_one", torch.matmul, "other", (2, 3, 5, D), (1, D, P))
     yield _product("matmul-stack_with_more_axes", torch.matmul, "other", (5, D), (2, D, P))
+    for factors in ({}, {"beta": 0.5, "alpha": -2}):
+        name = "addmm-scaled" if factors else "addmm"
+        yield _added(f"{name}-one_row", (1, D), (P,), factors)
+        yield _added(f"{name}-flattened", (5, D), (P,), factors)
+        yield _added(f"{name}-scalar", (2, D), (), factors)
+        yield _added(f"{name}-one_output", (2, D), (1, 1), factors, 1)
 
 
 def _linear(name: str, shape: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...] | None) -> Case:
@@ -68,3 +74,17 @@ def _product(
         return {"input": torch.randn((size, *shape), dtype=dtype), second: torch.randn(weight, dtype=dtype)}
 
     return Case(name, op, build, weights=(second,))
+
+
+def _added(
+    name: str, shape: tuple[int, ...], bias: tuple[int, ...], factors: dict[str, float], outputs: int = P
+) -> Case:
+    def build(size: int, dtype: torch.dtype) -> Arguments:
+        arguments: Arguments = {
+            "input": torch.randn(bias, dtype=dtype),
+            "mat1": torch.randn((size, *shape), dtype=dtype),
+            "mat2": torch.randn((D, outputs), dtype=dtype),
+        }
+        return {**arguments, **factors}
+
+    return Case(name, torch.addmm, build, batched=("mat1",), weights=("input", "mat2"))
