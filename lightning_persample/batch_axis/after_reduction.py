@@ -54,7 +54,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     """Follow a call whose only operands of the batch hold it along no axis."""
     written = written_entries(call) if call.op == "setitem" or len(call.lost) > 1 else None
     one = {mark.alone for _, mark in call.lost}
-    if written is not None and (None in one or len(one) > 1):
+    if written is not None and (None in one or len(one) > 1 or _says_where(call)):
         return written
     followed = _after_reduction(call)
     entries = written.outputs[0].entries if written is not None and isinstance(written.outputs[0], Lost) else None
@@ -75,6 +75,13 @@ def after_reduction(call: ObservedCall) -> Followed:
     ]
     followed = replace(followed, outputs=tuple(places))
     return _by_sample(call, followed) if _meets_a_weight(call) and torch.is_grad_enabled() else followed
+
+
+def _says_where(call: ObservedCall) -> bool:
+    """Whether numbers of the batch say where is written."""
+    index = call.args[1] if call.op == "setitem" else ()
+    items = index if isinstance(index, (tuple, list)) else (index,)
+    return any(item is tensor for item in items for tensor, _ in call.lost)
 
 
 def _meets_a_weight(call: ObservedCall) -> bool:

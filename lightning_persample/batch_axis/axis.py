@@ -435,6 +435,8 @@ def together(owners: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
 
 def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis | None:
     """The axis each row of which is of one sample, or None; `owners`: the sample of every entry, -1 where none is."""
+    if batch_size > 1 and len(owners.unique()) == 2 and bool((owners < 0).any()):
+        return None  # (entries of one sample alone say nothing of whose the others are)
     for dim in range(owners.dim() if owners.numel() else 0):
         rows = owners.movedim(dim, 0).reshape(owners.size(dim), -1)
         most = rows.amax(1)

@@ -142,7 +142,13 @@ def listed(call: ObservedCall) -> Followed:
         return replace(keep(call, picked(0, owners, call.batch_size)), by_values=True)
     reason = reason_of(call, "gives positions or numbers across the batch")
     integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
-    return Followed(tuple(Lost(reason, listed=each, crossed=bool(call.mixing)) for each in integers))
+    counts = range(1, len(integers)) if str(call.op).startswith("unique") else ()  # or where among all each one stands
+    marks = enumerate(integers)
+    return Followed(
+        tuple(
+            Lost(reason, listed=each and i not in counts, crossed=bool(call.mixing or i in counts)) for i, each in marks
+        )
+    )
 
 
 def beside_lost(call: ObservedCall) -> Followed:

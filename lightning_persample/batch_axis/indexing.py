@@ -10,7 +10,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, entries_of, entry_owners, picked, row_owners, together
+from lightning_persample.batch_axis.axis import (
+    BatchAxis,
+    Lost,
+    by_entries,
+    entries_of,
+    entry_owners,
+    picked,
+    row_owners,
+    together,
+)
 from lightning_persample.batch_axis.base import (
     Followed,
     alone,
@@ -37,15 +46,24 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     tensor: Tensor = call.args[0]
     items = _per_axis(call.args[1], tensor.dim())
     source = call.axis_of(tensor)
-    indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
+    marks = [call.axis_of(item) if isinstance(item, Tensor) else None for item in items]
     if isinstance(source, Lost):
+        indices = [(i, mark) for i, mark in zip(items, marks, strict=True) if isinstance(mark, BatchAxis)]
         counts = not (tensor.is_floating_point() or tensor.is_complex()) and not any(map(_is_mask, items))
         if len(call.lost) > 1 or len(indices) != 1 or not counts:
             return beside_lost(call)
         index, axis = indices[0]
         return _through_indices(call, _Place(items), [(index, axis.mixed(axis.mixing or source.reason))])
-    if any(_is_mask(item) for item in items):
-        return _by_mask(call, tensor, items, source)
+    chosen: str | None = None  # why numbers of others say which rows are taken
+    if any(map(_is_mask, items)):
+        rest = [item for item in items if item is not None and not (isinstance(item, slice) and item == _WHOLE)]
+        if len(rest) == 1:
+            return _by_mask(call, tensor, items, source)
+        if any(isinstance(mark, Lost) for mark in marks) or any(_is_mask(item) and not item.dim() for item in items):
+            return lost(call, "picks entries by a mask together with other indices", mixes=crossed(call))
+        chosen = next((mark.mixing for mark in marks if isinstance(mark, BatchAxis) and mark.mixing), None)
+        items, marks = _as_places(items, marks, call.batch_size)
+    indices = [(i, mark) for i, mark in zip(items, marks, strict=True) if isinstance(mark, BatchAxis)]
     place = _Place(items)
     if source is None:
         if not indices or call.lost:
@@ -54,9 +72,9 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     item, position = place.item_of(source.dim)
     numbers = [o for o in call.operands[1:] if o.axis is not None and o.tensor.dim() == 0 and not _is_mask(o.tensor)]
     if isinstance(item, slice):
-        if indices or numbers or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
+        if numbers or any(mark is not None for mark in marks):
             what = "picks entries by indices that depend on another sample"
-            return lost(call, what, mixes=crossed(call, *[w for _, w in indices]))
+            return lost(call, what, mixes=crossed(call, *[mark for _, mark in indices]))
         if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
             return keep(call, source.moved(position))
     if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
@@ -73,9 +91,32 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     if len(lines) > 1:
         return lost(call, "picks samples along two axes", mixes=None)
     rows = samples.movedim(lines[0], 0).flatten(1)[:, 0] if samples.dim() > 1 and samples.numel() else samples.flatten()
-    own = picked(lines[0], rows, call.batch_size, source.mixing)
-    others = [(i, w) for i, w in indices if i is not item]
+    is_listed = any(_is_list(mark) for index, mark in call.lost if index is item)
+    for index, mark in call.lost:  # (beside the one that says which rows are taken)
+        one = _alone(call, index)
+        if index is not item and not (mark.listed and is_listed) and (one is None or bool((rows != one).any())):
+            return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))
+    own = picked(lines[0], rows, call.batch_size, source.mixing or chosen)
+    others = [(i, mark) for i, mark in indices if i is not item]
     return _through_indices(call, place, [(item, own), *others])
+
+
+def _as_places(items: list[Any], marks: list[Mark], batch_size: int) -> tuple[list[Any], list[Mark]]:
+    """An index with the places of a mask's true entries for each axis that it covers, which torch picks by as well."""
+    places: list[Any] = []
+    whose: list[Mark] = []
+    for item, mark in zip(items, marks, strict=True):
+        if not _is_mask(item):
+            places.append(item)
+            whose.append(mark)
+            continue
+        lines = item.nonzero(as_tuple=True)
+        if isinstance(mark, BatchAxis):
+            rows = row_owners(mark, batch_size, item.device)[lines[mark.dim]]
+            mark = picked(0, rows, batch_size, mark.mixing)
+        places += lines
+        whose += [mark] * len(lines)
+    return places, whose
 
 
 def picked_of_copies(call: ObservedCall) -> Followed | None:
@@ -114,11 +155,7 @@ def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tens
 
 def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: BatchAxis | None) -> Followed:
     """One boolean mask among slices: the axes it covers become one, in the order of its true entries."""
-    masks = [item for item in items if _is_mask(item)]
-    rest = [item for item in items if not _is_mask(item) and item is not None]
-    if len(masks) > 1 or any(not isinstance(item, slice) or item != _WHOLE for item in rest):
-        return lost(call, "picks entries by a mask together with other indices", mixes=None)
-    mask = masks[0]
+    mask = next(item for item in items if _is_mask(item))
     start = _position_of([item for item in items if item is not None], mask)
     covered = range(start, start + mask.dim())
     where = call.axis_of(mask)
@@ -293,9 +330,54 @@ def written_entries(call: ObservedCall) -> Followed | None:
     given = _owners_in(call, value) if isinstance(value, Tensor) else torch.tensor(-1, device=target.device)
     others = [o.axis for o in call.operands if all(o.tensor is not each for each in (target, value, *items))]
     is_weight = isinstance(value, Tensor) and value.requires_grad and call.axis_of(value) is None
-    if given is None or is_weight or any(mark is not None and not _is_list(mark) for mark in others):
+    if given is None or is_weight:
+        return None
+    if any(_alone(call, item) is not None for item in _items(index)):
+        return _where_one_says(call, target, _items(index), given)
+    if any(mark is not None and not _is_list(mark) for mark in others):
         return None
     return _by_entries(call, target, items, [call.axis_of(item) for item in items], given, adds)
+
+
+def _items(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _alone(call: ObservedCall, item: object) -> int | None:
+    """The one sample that an index was made of, or None."""
+    mark = call.axis_of(item) if isinstance(item, Tensor) else None
+    if not isinstance(mark, Lost) or mark.listed or mark.noted or mark.crossed or mark.unplaced:
+        return None
+    return mark.alone
+
+
+def _where_one_says(call: ObservedCall, target: Tensor, items: list[Any], given: Tensor) -> Followed | None:
+    """After a write where numbers of one sample say: all that they could pick is that sample's."""
+    said = [_alone(call, item) for item in items]
+    is_other = any(
+        isinstance(item, Tensor) and _alone(call, item) is None and call.axis_of(item) is not None for item in items
+    )
+    samples, before = (
+        {each for each in [*said, *given.unique().tolist()] if each not in (None, -1)},
+        _owners_in(call, target),
+    )
+    if len(samples) > 1 or is_other or before is None or not is_plain(target):
+        return None
+    (sample,) = samples
+    reached: list[Any] = []
+    for item, own in zip(items, said, strict=True):
+        reached += [item] if own is None else [_WHOLE] * (item.dim() if _is_mask(item) else 1)
+    there = torch.zeros(before.shape, dtype=torch.bool, device=before.device)
+    there[tuple(reached)] = True
+    if bool((there & (before >= 0) & (before != sample)).any()):
+        return None
+    after = before.masked_fill(there, sample)
+    if bool((after == sample).all()):
+        reason = call.lost[0][1].reason
+        return replace(keep(call, Lost(reason, samples=frozenset({sample}), parts=frozenset({1}))), by_values=True)
+    reason = reason_of(call, "writes samples into places of other samples, or of none")
+    where = by_entries(after, call.batch_size, call.mixing)
+    return replace(keep(call, where or Lost(reason, entries=after)), by_values=True)
 
 
 def _by_entries(

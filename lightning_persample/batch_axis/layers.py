@@ -84,12 +84,14 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
             return lost(call, "has bags that no one sample fills; put the offsets into the batch", mixes=None)
     else:
         return lost(call, "has bags that do not belong to samples one by one", mixes=None)
-    along_rows = picked(0, owners[bag_of_row], call.batch_size)
+    marks = [own, call.axis_of(weights) if weights is not None else None]
+    mixing = next((mark.mixing for mark in marks if isinstance(mark, BatchAxis) and mark.mixing), None)
+    along_rows = picked(0, owners[bag_of_row], call.batch_size, mixing)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return along_rows if tensor is rows or tensor is weights else None
 
-    return Followed((picked(0, owners, call.batch_size), None, None, None)[: len(call.outputs)], aligned)
+    return Followed((picked(0, owners, call.batch_size, mixing), None, None, None)[: len(call.outputs)], aligned)
 
 
 @propagation_rule("channels", by_layout=True)

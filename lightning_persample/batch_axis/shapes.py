@@ -352,9 +352,9 @@ def _is_listed(call: ObservedCall, target: Tensor, dim: int | None) -> bool:
     """Whether each row of the batch is gathered from by a row of places that a program has listed."""
     if call.op != "gather" or dim is None or len(call.located) != 1 or len(call.lost) != 1:
         return False
-    ((tensor, axis),), ((index, _),) = call.located, call.lost
+    ((tensor, axis),), ((index, mark),) = call.located, call.lost
     is_index = tensor is target and index is call.argument(2, "index") and axis.dim != int(dim) % target.dim()
-    return is_index and index.size(axis.dim) == target.size(axis.dim)
+    return is_index and not mark.of_others and index.size(axis.dim) == target.size(axis.dim)
 
 
 def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:

@@ -656,6 +656,68 @@ def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
             torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
 
 
+def classes_of_all(scores: Tensor, x: Tensor) -> Tensor:
+    """One class for all samples, by their mean."""
+    return scores.detach().mean(0).topk(1).indices
+
+
+def above_the_median(scores: Tensor, x: Tensor) -> Tensor:
+    """A class of each sample, by all of them."""
+    return (x[:, 0] > x[:, 0].median()).long()
+
+
+def between_means(scores: Tensor, x: Tensor) -> Tensor:
+    return torch.bucketize(x[:, 0].contiguous(), x.mean(0)[:3].sort().values)
+
+
+def place_in_the_batch(scores: Tensor, x: Tensor) -> Tensor:
+    return x[:, 0].round().unique(return_inverse=True)[1]
+
+
+def own_class(scores: Tensor, x: Tensor) -> Tensor:
+    return (x[:, 0] > 0).long()
+
+
+PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "getitem": lambda scores, j: scores[torch.arange(len(scores)), j],
+    "getitem-beside-a-mask": lambda scores, j: scores[torch.ones(len(scores), dtype=torch.bool), j],
+    "getitem-of-two-axes": lambda scores, j: scores[torch.arange(len(scores))[:, None], j.expand(len(scores))[:, None]],
+    "gather": lambda scores, j: scores.gather(1, j.expand(len(scores))[:, None]),
+    "take_along_dim": lambda scores, j: scores.take_along_dim(j.expand(len(scores))[:, None], 1),
+    "scatter": lambda scores, j: scores.scatter(1, j.expand(len(scores))[:, None], 0.0),
+    "scatter_add": lambda scores, j: scores.scatter_add(1, j.expand(len(scores))[:, None], scores[:, :1]),
+    "mask-and-slice": lambda scores, j: scores[j.expand(len(scores)) > 0, 1:],
+    "bags": lambda scores, j: scores * F.embedding_bag(j.expand(len(scores))[:, None], torch.eye(B)),
+}
+
+
+@pytest.mark.parametrize("classes", [classes_of_all, above_the_median, between_means, place_in_the_batch])
+@pytest.mark.parametrize("name", PICKED)
+def test_places_that_are_numbers_of_the_whole_batch_are_said(name: str, classes: Callable[..., Tensor]) -> None:
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        scores = module(x)
+        return PICKED[name](scores, classes(scores, x)).square().sum() / len(x)
+
+    record = record_of(nn.Linear(6, B), loss, vectors())
+    assert record.mixing or record.weighting or record.axis_lost or record.coverage < 1
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_places_that_are_numbers_of_each_sample_are_followed(name: str) -> None:
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        scores = module(x)
+        return PICKED[name](scores, own_class(scores, x)).square().sum() / len(x)
+
+    module, x = nn.Linear(6, B), vectors()
+    record = record_of(module, loss, x)
+    assert (record.coverage, record.mixing, record.axis_lost) == (1.0, (), ())
+    places = range(B) if record.samples is None else record.samples.tolist()
+    for found, sample in zip(record.norms(), places, strict=True):
+        own = x[sample : sample + 1]
+        grads = torch.autograd.grad(loss(module, own), [*module.parameters()])
+        torch.testing.assert_close(found, torch.cat([grad.flatten() for grad in grads]).norm())
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_class_weights_that_come_with_the_batch_may_be_given_as_those_of_the_samples(reduction: str) -> None:
     """As many classes as samples: weights (C,) are taken for data of the samples, whose gradients they do not mix."""

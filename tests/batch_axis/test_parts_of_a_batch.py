@@ -228,3 +228,75 @@ def test_a_batch_of_which_no_sample_has_a_weight_has_no_values() -> None:
     record = capture.record
     assert (record.in_loss, record.num_values, record.norms().tolist()) == (0, 0, [])
     assert record.nonfinite().tolist() == []
+
+
+# What is read of the batch by a mask beside other indices, from an output z (B, 4, 4) and data x (B, 4)
+BESIDE_A_MASK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a-slice": lambda z, x: z[x[:, 0] > 0, 1:3],
+    "a-number": lambda z, x: z[x[:, 0] > 0, 2],
+    "a-number-behind": lambda z, x: z[x[:, 0] > 0, ..., -1],
+    "a-list": lambda z, x: z[x[:, 0] > 0, :, 1:],
+    "classes": lambda z, x: z[x[:, 0] > 0, 1, x.argmax(1)[x[:, 0] > 0]],
+    "two-axes-and-a-slice": lambda z, x: z[x > 0, 1:],
+    "two-axes-and-a-number": lambda z, x: z[x > 0, 3],
+    "two-axes-and-classes": lambda z, x: z[x > 0, (x * 7).long().remainder(4)[x > 0]],
+    "a-new-axis": lambda z, x: z[x[:, 0] > 0, None, :2],
+    "samples-behind": lambda z, x: z.transpose(0, 1)[1:, x[:, 0] > 0],
+    "bytes": lambda z, x: z[(x[:, 0] > 0).byte(), 1:],
+    "entries-of-all": lambda z, x: z[:, torch.tensor([True, False, True, True]), 1:],
+    "entries-and-a-number": lambda z, x: z[:, torch.tensor([True, False, True, True]), 2],
+}
+
+
+def cubes_by_sample(read: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda module, x: read(module(x).tanh().view(-1, 4, 4), x).pow(3).sum() / len(x)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", BESIDE_A_MASK)
+def test_what_a_mask_beside_other_indices_reads_is_of_the_samples_that_it_says(name: str) -> None:
+    module, x = nn.Linear(4, 16), torch.randn(4, 4)
+    x[:, 0] = torch.tensor([0.5, -1.0, 2.0, 1.0])
+    loss = cubes_by_sample(BESIDE_A_MASK[name])
+    expected = loop(module, loss, (x,))
+    with expanded_weights(module, x, quantities=BOTH) as capture:
+        loss(module, x).backward()
+    record = capture.record
+    assert (record.coverage, record.mixing, record.axis_lost) == (1.0, (), ())
+    own = list(range(4)) if record.samples is None else record.samples.tolist()
+    left_out = [sample for sample in range(4) if sample not in own]
+    for parameter, grads in expected.items():
+        torch.testing.assert_close(record.grad_samples[parameter], grads[own], rtol=1e-9, atol=1e-12)
+        assert not grads[left_out].any()
+
+
+def test_rows_of_a_table_that_a_mask_of_the_samples_picks_beside_a_slice() -> None:
+    table, x = torch.randn(4, 4, 4), torch.randn(4, 4)
+    loss = cubes_by_sample(lambda z, x: z[x > 0, 1:] - table[x > 0, :3])
+    module = nn.Linear(4, 16)
+    with expanded_weights(module, x, quantities=BOTH) as capture:
+        loss(module, x).backward()
+    z = module(x).tanh().view(-1, 4, 4)
+    for sample in range(4):
+        own = x[sample] > 0
+        alone = (z[sample, own, 1:] - table[sample, own, :3]).pow(3).sum()
+        grads = torch.autograd.grad(alone, [*module.parameters()], retain_graph=True)
+        for found, grad in zip(capture.record.grad_samples.values(), grads, strict=True):
+            torch.testing.assert_close(found[sample], grad, rtol=1e-9, atol=1e-12)
+
+
+MASKS_OF_OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "along-another-axis": lambda z, x: z[:, x[:, 0] > 0, 1:],
+    "classes-of-others": lambda z, x: z[x[:, 0] > 0, 1, x.argmax(1).flip(0)[x[:, 0] > 0]],
+    "of-a-mean": lambda z, x: z[:, x.mean(0) > -9, 1:],
+    "places-of-others": lambda z, x: z[x > 0, (x * 7).long().remainder(4).flip(0)[x > 0]],
+}
+
+
+@pytest.mark.parametrize("name", MASKS_OF_OTHERS)
+def test_what_a_mask_of_other_samples_reads_is_said(name: str) -> None:
+    module, x = nn.Linear(4, 16), torch.tensor([0.5, 0.1, 0.2, 0.3]).repeat(4, 1)
+    with expanded_weights(module, x, unsupported="ignore") as capture:
+        cubes_by_sample(MASKS_OF_OTHERS[name])(module, x).backward()
+    record = capture.record
+    assert record.mixing or record.axis_lost or record.coverage < 1

@@ -151,6 +151,74 @@ def test_samples_with_fields_in_a_list() -> None:
     assert_as_one_by_one(module, step, batch, [[each] for each in batch], batch_size=B)
 
 
+Targets = Callable[[Tensor, int, Tensor], Any]
+TARGETS: dict[str, Targets] = {  # an entry of one sample's target for each of its boxes, whose places these say
+    "ones": lambda target, i, cells: target.__setitem__((i, cells[:, 0], cells[:, 1]), 1.0),
+    "behind": lambda target, i, cells: target.__setitem__((i, ..., cells[:, 0]), 0.5),
+    "a-row": lambda target, i, cells: target[i].__setitem__(cells[:, 0], 1.0),
+    "beside-a-list": lambda target, i, cells: target.__setitem__((i, [0, 1], cells[0, 0]), 1.0),
+    "a-mask": lambda target, i, cells: target[i].__setitem__(F.one_hot(cells[:, 0], 4).sum(0) > 0, 1.0),
+    "a-mask-beside": lambda target, i, cells: target.__setitem__((i, F.one_hot(cells[:, 0], 4).sum(0) > 0), 1.0),
+    "one-box": lambda target, i, cells: target.__setitem__((i, cells[0, 0], cells[0, 1]), 2.0),
+    "box-by-box": lambda target, i, cells: [target.__setitem__((i, *cell), 1.0) for cell in cells],
+    "values": lambda target, i, cells: target.__setitem__((i, cells[:, 0], cells[:, 1]), cells.sum(1).double()),
+}
+
+
+@pytest.mark.parametrize("start", ["zeros", "zeros_like", "of-the-output"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_a_detector_that_the_boxes_of_each_image_say(name: str, start: str) -> None:
+    module = nn.Conv2d(3, 1, 1)
+    batch = [(torch.randn(3, 4, 4), torch.randint(0, 4, (1 + i % 2, 2))) for i in range(B)]
+
+    def step(m: Any, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        scores = m(torch.stack([image for image, _ in batch])).squeeze(1)
+        beginnings = {"zeros": torch.zeros(scores.shape), "zeros_like": torch.zeros_like(scores)}
+        target = beginnings.get(start, scores.detach() * 0.1)
+        for i, (_, cells) in enumerate(batch):
+            TARGETS[name](target, i, cells)
+        return F.binary_cross_entropy_with_logits(scores, target) + (scores * target).pow(2).mean()
+
+    assert_as_one_by_one(module, step, batch, [[each] for each in batch], batch_size=B)
+
+
+def test_targets_of_some_images_alone() -> None:
+    """The others have no box, and their targets stay as they were."""
+    module = nn.Conv2d(3, 1, 1)
+    batch = [(torch.randn(3, 4, 4), torch.randint(0, 4, (i % 2, 2))) for i in range(B)]
+
+    def step(m: Any, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        scores = m(torch.stack([image for image, _ in batch])).squeeze(1)
+        target = torch.zeros_like(scores)
+        for i, (_, cells) in enumerate(batch):
+            if len(cells):
+                target[i, cells[:, 0], cells[:, 1]] = 1.0
+        return F.mse_loss(scores, target)
+
+    assert_as_one_by_one(module, step, batch, [[each] for each in batch], batch_size=B)
+
+
+OF_NEIGHBOURS: dict[str, Callable[[Tensor, int, Tensor], Any]] = {
+    "the-next-row": lambda target, i, cells: target.__setitem__((i - 1, cells[:, 0], cells[:, 1]), 1.0),
+    "all-rows": lambda target, i, cells: target.__setitem__((slice(None), cells[:, 0], cells[:, 1]), 1.0),
+    "the-row-that-it-says": lambda target, i, cells: target.__setitem__((cells[:, 0],), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_NEIGHBOURS)
+def test_targets_that_the_boxes_of_another_image_say_are_named(name: str) -> None:
+    module = nn.Conv2d(3, 1, 1)
+    batch = [(torch.randn(3, 4, 4), torch.randint(0, 4, (2, 2))) for _ in range(B)]
+    with expanded_weights(module, batch, batch_size=B, unsupported="ignore") as capture:
+        scores = module(torch.stack([image for image, _ in batch])).squeeze(1)
+        target = torch.zeros_like(scores)
+        for i, (_, cells) in enumerate(batch):
+            OF_NEIGHBOURS[name](target, i, cells)
+        F.mse_loss(scores, target).backward()
+    record = capture.record
+    assert record.mixing or record.weighting or record.axis_lost
+
+
 def captured(step: Step) -> PerSampleRecord:
     module, x = nn.Linear(D, 2), torch.randn(B, D)
     with expanded_weights(module, x, unsupported="ignore") as capture:
