@@ -41,15 +41,15 @@ class EigenProjection(Projection):
 
     A parameter is read as a matrix G (p, d), as by `Projection`, whose gradient is ``sum_t left_t right_t^T`` over
     positions t: of a linear layer the output gradients and the inputs, of a convolution the output gradients and the
-    unfolded patches, of an embedding one-hot rows and the output gradients; of any other parameter rows and columns of
-    the gradient itself. It becomes ``Q_left G Q_right^T``, (a, b), whose rows are the a and b top eigenvectors of
-    ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output gradient is not 0. Of
-    every pair of them the product of their eigenvalues, as a share l of all, says how much of the parameter's gradients
-    lies there, and ``(l / (l + 2e-4))^2``, how much of the variance of `logra`'s scores: a and b are those that keep
-    most of it, and numbers go to the parameters where they add most. A parameter has at most ``2 dim`` of them, and all
-    together ``dim`` for each. The bias of a linear map or a convolution is a further column of the weight, whose right
-    side is 1: the weight's numbers are of both, and the bias has none. An axis longer than 4096 keeps its entries of
-    the largest second moment.
+    unfolded patches, of a transposed one the inputs and the unfolded output gradients, of an embedding one-hot rows and
+    the output gradients; of any other parameter rows and columns of the gradient itself. It becomes ``Q_left G
+    Q_right^T``, (a, b), whose rows are the a and b top eigenvectors of ``sum left_t left_t^T`` and ``sum right_t
+    right_t^T`` over samples and positions whose output gradient is not 0. Of every pair of them the product of their
+    eigenvalues, as a share l of all, says how much of the parameter's gradients lies there, and ``(l / (l + 2e-4))^2``,
+    how much of the variance of `logra`'s scores: a and b are those that keep most of it, and numbers go to the
+    parameters where they add most. A parameter has at most ``2 dim`` of them, and all together ``dim`` for each. The
+    bias of a linear map or a convolution is a further column of the weight, whose right side is 1: the weight's numbers
+    are of both, and the bias has none. An axis longer than 4096 keeps its entries of the largest second moment.
 
     It keeps more of what tells samples apart than `Projection` of equal size does, and is the basis of `ekfac`. Dots of
     projected gradients are dots of the gradients' parts within it, and not unbiased estimates of the dots.
