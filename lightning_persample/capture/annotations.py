@@ -31,7 +31,8 @@ from lightning_persample.rules import canonical_op
 from lightning_persample.torch_internals import is_view, is_wrapped_by_transform
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-_ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
+_ONE_CALL: dict[Callable[..., Any], object] = {  # whose tensors are those of the call
+    nn.functional.batch_norm: "batch_norm",
     nn.functional.cross_entropy: "cross_entropy_loss",
     nn.functional.layer_norm: "layer_norm",
     nn.functional.group_norm: "group_norm",

@@ -353,7 +353,8 @@ class Collector:
     takes_norms = True  # whether squared norms are asked for
     # by parameter what all dots that are asked for are with, where that is known; they are taken at once
     vectors: Mapping[str, Tensor] = MappingProxyType({})
-    last: tuple[Any, int] | None = None  # the last plan that was applied, and the id of what the call gave
+    # while a function runs in the open, the last plan that was applied, the id of what the call gave, and the call
+    last: tuple[Any, ...] | None = None
 
     def __init__(
         self,

@@ -412,7 +412,7 @@ class Dispatcher(Collector):
         if kind.op is None:
             return self._decide_of_memory(call)
         if kind.composite:
-            self.last = None  # (another's result may be gone, and its id be given again)
+            self.last = ()  # (another's result may be gone, and its id be given again)
             return _Decision(self._note_open, in_the_open=decomposed(call.function))
         kinds = set(map(type, call.marks))
         if Lost in kinds:
@@ -463,8 +463,8 @@ class Dispatcher(Collector):
     def _note_open(self, call: TorchCall, result: Any) -> None:
         """Keep the plan of the one call inside a composite function as that of the function, too."""
         inner, self.last = self.last, None
-        if call.signature is not None and inner is not None and inner[1] == id(result):
-            remember_as(call, inner[0])
+        if call.signature is not None and inner and inner[1] == id(result):
+            remember_as(call, inner[0], inner[2])
 
     def _note_moved(self, alias: Tensor | None, call: TorchCall, result: Any) -> None:
         """A tensor lies elsewhere now; `alias`, which lives until here, shows the samples in its former memory."""

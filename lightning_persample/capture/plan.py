@@ -280,7 +280,8 @@ class Plan:
         """Mark the outputs, and let the backward report what the weights among the arguments get."""
         # This runs at nearly every call, so that short functions (`Marks.__setitem__`, `boundary`) are written out.
         collector = call.collector
-        collector.last = self, id(result)
+        if collector.last is not None:
+            collector.last = self, id(result), call
         outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
         mixings, owner = [], None
         for mark in call.marks:
@@ -396,15 +397,26 @@ class LossPlan(Plan):
 
 @dataclass(frozen=True, eq=False)
 class DerivedPlan(Plan):
-    """The same of a call with weights alone, which makes derived weights."""
+    """The same of a call with weights alone, which makes derived weights.
+
+    Attributes:
+        recipe: how it makes them.
+        order: the places of its tensors in the order in which the recipe has them; None where that is their own.
+    """
 
     recipe: Recipe = field(kw_only=True)
+    order: tuple[int, ...] | None = field(kw_only=True)
 
     def apply(self, call: TorchCall, result: Any) -> None:
         """Note how the outputs were computed."""
+        collector, tensors, marks = call.collector, call.tensors, call.marks
+        if collector.last is not None:
+            collector.last = self, id(result), call
+        if self.order is not None:
+            tensors, marks = [tensors[place] for place in self.order], [marks[place] for place in self.order]
         outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
-        call.collector.nodes.watch_inside(outputs, boundary(call.tensors))
-        derive(self.recipe, call.tensors, call.marks, outputs, call.collector)
+        collector.nodes.watch_inside(outputs, boundary(tensors))
+        derive(self.recipe, tensors, marks, outputs, collector)
 
 
 Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
@@ -492,20 +504,28 @@ def _are_of_no_sample(call: ObservedCall) -> bool:
     )
 
 
-def remember_as(call: TorchCall, plan: Plan) -> None:
+def remember_as(call: TorchCall, plan: Plan, inner: TorchCall) -> None:
     """Keep the plan of an inner call under the signature of the composite function around it."""
-    if plan.slots is None:  # (of several calls that compute entry by entry the last one says it of all)
-        _keep(call.signature, replace(plan, rule=rule_of(call.kind.makes)))
+    rule, places = rule_of(call.kind.makes), {id(tensor): place for place, tensor in enumerate(call.tensors)}
+    if any(id(tensor) not in places for tensor in inner.tensors):
         return
-    slots = _slots_of(plan.slots.placement, call.args, call.kwargs, call.tensors)
-    if slots is not None and not (plan.slots.written or call.kind.pointwise):
-        _keep(call.signature, replace(plan, slots=slots))
+    order = tuple(places[id(tensor)] for tensor in inner.tensors)
+    if isinstance(plan, DerivedPlan):
+        of_recipe = order if plan.order is None else tuple(order[place] for place in plan.order)
+        _keep(call.signature, replace(plan, rule=rule, order=of_recipe))
+    elif plan.slots is None:  # (of several calls that compute entry by entry the last one says it of all)
+        _keep(call.signature, replace(plan, rule=rule))
+    elif not call.kind.pointwise:
+        slots = _slots_of(plan.slots.placement, inner.args, inner.kwargs, call.tensors)
+        if slots is not None:
+            slots = replace(slots, written=tuple(order[place] for place in plan.slots.written))
+            _keep(call.signature, replace(plan, slots=slots))
 
 
 def remember_recipe(call: TorchCall, recipe: Recipe) -> None:
     """Keep how a call with weights alone makes derived ones, where all that are alike do so."""
     if recipe.is_kept:
-        _keep(call.signature, DerivedPlan(rule_of(call.kind.makes), (), None, recipe=recipe))
+        _keep(call.signature, DerivedPlan(rule_of(call.kind.makes), (), None, recipe=recipe, order=None))
 
 
 def _keep(signature: Hashable, plan: Plan) -> None:
