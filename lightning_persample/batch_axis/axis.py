@@ -235,6 +235,7 @@ class EntryOwners:
         entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
+        orders: it holds places of samples, in an order that other samples say, or is one of them.
         by_rank: where other samples say at which place an entry stands, by what each sample was multiplied, (B,), 0
             where it has no part; else None.
     """
@@ -243,6 +244,7 @@ class EntryOwners:
     entries: Tensor | None = None
     unplaced: bool = False
     listed: bool = False
+    orders: bool = False
     by_rank: Tensor | None = None
 
 

@@ -133,12 +133,14 @@ def picked_of_copies(call: ObservedCall) -> Followed | None:
 
 
 def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
-    """One row of the batch; what else says where to pick must be of the same sample."""
+    """One row of the batch; what else says where to pick must be of the same sample, or be its place in an order."""
     answer = alone(call, source, [row])
     own = answer.outputs[0]
-    for operand in call.operands[1:]:
-        same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.samples == own.samples != set()
-        if operand.axis is not None and not same:
+    places = [operand.axis for operand in call.operands[1:] if operand.axis is not None]
+    for mark in places:
+        same = isinstance(mark, Lost) and isinstance(own, Lost) and mark.samples == own.samples != set()
+        is_place = isinstance(mark, Lost) and mark.orders and len(places) == 1 and isinstance(call.args[1], Tensor)
+        if not same and not is_place:
             return lost(call, "picks from a sample by numbers of the batch", mixes=crossed(call))
     return answer
 

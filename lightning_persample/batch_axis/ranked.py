@@ -23,6 +23,7 @@ _BY_PLACES = frozenset(
     name for name, op in OPS.items() if op.family in ("select", "gather", "take", "getitem", "setitem", "index_put")
 )
 _PICKS, _CLEARS, _JOINS = having("picks"), ("mul", "masked_fill"), having("joins")
+_MOVES = having("same", "casts", "moves", "picks") | {"detach"}
 _SAME = 1e-5
 
 
@@ -87,16 +88,20 @@ def _noted(call: ObservedCall, followed: Followed) -> Followed:
 
 def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
     """The answer with what such samples were multiplied by; noted where they are brought together and that differs."""
+    followed = _with_places(call, followed)
+    of_places = (isinstance(operand.axis, Lost) and operand.axis.orders for operand in call.operands[1:])
     is_ranked = any(operand.axis is not None and operand.axis.ranked for operand in call.operands)
+    is_ranked = is_ranked or (call.op == "getitem" and any(of_places))
     places = [place for place, mark in enumerate(followed.outputs) if isinstance(mark, Lost) or call.op in _JOINS]
     if call.batch_size == 1 or not is_ranked or not places or followed.mixing is not None:
         return followed
     owners = [axis.owner for _, axis in call.located if axis.owner is not None]
     in_parts = any(int(owner.counts(call.batch_size).max()) > 1 for owner in owners)  # (a part has some rows of each)
+    unknown = any(mark.samples and not mark.ranked for tensor, mark in call.lost if tensor.requires_grad)
     outputs, differs = list(followed.outputs), False
     for place in places:
         mark = outputs[place]
-        weights = torch.zeros(call.batch_size) if in_parts else _weights_after(call, mark)
+        weights = _weights_after(call, mark) * (not (in_parts or unknown))
         known = weights[weights != 0]
         is_even = bool((known - known.mean()).abs().max() <= _SAME * known.abs().max()) if len(known) else True
         differs |= not is_even
@@ -112,16 +117,24 @@ def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
     return replace(noted, outputs=tuple(marks))
 
 
+def _with_places(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer, where what was moved or picked of places in an order are such places, and nothing else is."""
+    marks = followed.outputs
+    if call.op in _MOVES or not any(mark.orders for _, mark in call.lost):
+        return followed
+    return replace(followed, outputs=tuple(replace(m, orders=False) if isinstance(m, Lost) else m for m in marks))
+
+
 def _weights_after(call: ObservedCall, mark: BatchAxis | Lost | None) -> Tensor:
     """By what each sample was multiplied in a result, (B,), 0 where it has no part."""
     of_batch = [operand for operand in call.operands if operand.axis is not None]
     differs = [operand for operand in of_batch if operand.tensor.requires_grad]
-    total = torch.zeros(call.batch_size, dtype=torch.float64)
+    total = torch.zeros(call.batch_size, dtype=torch.float64, device="cpu")
     for operand in differs or of_batch:
         own = _weights_of(call, operand) * _factor(call, operand.tensor, mark)
         total = torch.where((total != 0) & (own != 0), total + torch.pi * own, total + own)
     if isinstance(mark, Lost) and mark.samples:
-        is_in = torch.zeros(call.batch_size, dtype=torch.bool)
+        is_in = torch.zeros(call.batch_size, dtype=torch.bool, device="cpu")
         is_in[sorted(mark.samples)] = True
         total = total * is_in
     return total
@@ -132,12 +145,9 @@ def _weights_of(call: ObservedCall, operand: Operand) -> Tensor:
     axis = operand.axis
     if isinstance(axis, Lost) and axis.by_rank is not None:
         return axis.by_rank
-    weights = torch.ones(call.batch_size, dtype=torch.float64)
+    weights = torch.ones(call.batch_size, dtype=torch.float64, device="cpu")
     if isinstance(axis, BatchAxis) and axis.owner is not None:
         weights = (axis.owner.counts(call.batch_size) > 0).double().cpu()
-    elif isinstance(axis, Lost) and axis.samples:
-        weights = torch.zeros(call.batch_size, dtype=torch.float64)
-        weights[sorted(axis.samples)] = 1
     return weights * _factor_within(operand.tensor) if isinstance(axis, BatchAxis) else weights
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
+from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.base import (
     Followed,
     broadcast,
@@ -70,9 +73,14 @@ def _follow_extremum(call: ObservedCall) -> Followed:
 @propagation_rule("transform", by_layout=True)
 def _follow_scan(call: ObservedCall) -> Followed:
     (_, axis), dims = call.located[0], _dims(call)
-    if dims is None or axis.dim in dims:
-        return lost(call, "works along the batch axis", mixes=True)
-    return keep(call, axis)
+    if dims is not None and axis.dim not in dims:
+        return keep(call, axis)
+    followed = lost(call, "works along the batch axis", mixes=True)
+    if OPS[call.op].family not in ("sort", "topk"):
+        return followed
+    pairs = zip(followed.outputs, call.outputs, strict=True)
+    places = (replace(mark, orders=not output.is_floating_point()) for mark, output in pairs if isinstance(mark, Lost))
+    return replace(followed, outputs=tuple(places))
 
 
 @propagation_rule("list")

@@ -201,7 +201,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     counts = frozenset[int]().union(*(products_of(root.values.shape) for root in computed.roots))
     place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some, counts=counts)
     if some and number.weight and not _ORDERS.isdisjoint(computed.ops):  # (which they are is up to the values of all)
-        weights = torch.zeros(call.batch_size, dtype=torch.float64)
+        weights = torch.zeros(call.batch_size, dtype=torch.float64, device="cpu")
         weights[sorted(some)] = number.weight
         place = replace(place, by_rank=weights)
     return Followed((place,), weighting=note, by_values=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -174,10 +175,18 @@ REWRITTEN = Lost("it was made of weights alone, and written to in place through 
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
 _FEW = 2
+_LONG, _MOST_NUMBERS = 6, 1 << 12  # characters of a number, with its point; numbers that have left torch
 _MOST, _MOST_SUMS = 1 << 22, 16  # numbers of a constant that are added up once more; such constants of a step
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 """The annotation of a tensor: what the capture knows of it."""
+
+
+class Number(NamedTuple):
+    """A number of samples that has left torch: the tensor that it was, and where its samples lie."""
+
+    tensor: Tensor
+    axis: Lost
 
 
 class Marks:
@@ -197,6 +206,10 @@ class Marks:
         self.made: dict[tuple[str, tuple[str, int] | None], None] = {}
         # of constants that were added up, the sums of as many rows as there are samples, (B,)
         self.row_sums: deque[Tensor] = deque(maxlen=_MOST_SUMS)
+        # what has left torch, and may come back: numbers, with the tensors that they were, None where there are several
+        self.numbers: dict[float, Number | None] = {}
+        self._places: list[int] = []  # in an order of all samples, those that came back first
+        self._picked = 0
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self.entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -464,13 +477,54 @@ class Marks:
         axis = None if entries is None else by_entries(entries, self._batch_size, mixing)
         return axis or Lost(reason, entries=None if mixing else entries)
 
+    def note_left(self, result: Any, tensor: Tensor, mark: Mark | None) -> None:
+        """Numbers of samples have left torch, as by ``item()``: where they come back they are known by their values."""
+        if isinstance(mark, BatchAxis) and tensor.numel() == 1:
+            owner = int(entry_owners(mark, tensor.shape, self._batch_size, tensor.device))
+            mark = Lost("it is a number of one sample", samples=frozenset({owner}), crossed=mark.mixing is not None)
+        if not isinstance(mark, Lost) or self._batch_size == 1:
+            return
+        if mark.orders:
+            self._places += [item for item in (result if isinstance(result, list) else [result]) if type(item) is int]
+        elif type(result) is float and _is_long(result) and len(self.numbers) < _MOST_NUMBERS:
+            known = self.numbers.get(result)
+            is_one = result not in self.numbers or (known is not None and known.axis.samples == mark.samples)
+            self.numbers[result] = Number(tensor.detach().clone(), mark) if is_one else None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether numbers of samples have left torch."""
+        return bool(self.numbers or self._places)
+
+    def returned(self, value: Any) -> Number | None:
+        """The tensor that a number was before it left torch; None where it did not, or where several were alike."""
+        return self.numbers.get(value) if type(value) is float else None
+
+    def place_of(self, row: int) -> Number | None:
+        """The place in an order of all samples that has left torch, where rows are picked by it; else None."""
+        is_next = self._places[self._picked : self._picked + 1] == [row]
+        if not is_next and (not self._picked or self._places[self._picked - 1] != row):
+            self._places.clear()  # (it was for something else)
+            self._picked = 0
+            return None
+        self._picked += is_next
+        return Number(torch.tensor(row), Lost("it is a place in an order of all samples", crossed=True, orders=True))
+
     def clear(self) -> None:
         """Forget everything."""
+        self.numbers.clear()
+        self._places.clear()
+        self._picked = 0
         self.entries.clear()
         self._written.clear()
         self._swapped, self._transformed = None, False
         self.of_weights.clear()
         self.row_sums.clear()
+
+
+def _is_long(number: float) -> bool:
+    """Whether a number has more digits than people write."""
+    return math.isfinite(number) and len(f"{number:.6e}".partition("e")[0].rstrip("0")) > _LONG
 
 
 def _places(tensor: Tensor, size: int) -> Tensor:

@@ -474,6 +474,10 @@ class Dispatcher(Collector):
 
     def _note_constant(self, call: TorchCall, result: Any) -> None:
         self.marks.note_constant(call.kind.op, call.tensors, result)
+        for value in (*call.args, *call.kwargs.values()) if self.marks.has_left else ():
+            number = self.marks.returned(value)
+            if number is not None and isinstance(result, Tensor):
+                self.marks.set_result(result, replace(number.axis, parts=frozenset(), shares=None, weights=None))
 
     def _note_copied(self, call: TorchCall, result: Tensor) -> None:
         """A number that is a sum over the samples was copied, as at every step where the loss is logged."""
@@ -520,6 +524,8 @@ class Dispatcher(Collector):
         op, function, args, kwargs = call.kind.op, call.function, before.args, call.kwargs
         outputs, marked = _outputs_of(call, result), list(zip(call.tensors, call.marks, strict=True))
         if not outputs:
+            for tensor, mark in marked[:1]:
+                self.marks.note_left(result, tensor, mark)
             return
         kinds = set(map(type, call.marks))
         if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
@@ -535,6 +541,8 @@ class Dispatcher(Collector):
             operands.append(operand)
             if isinstance(mark, Weight):
                 involved[id(operand.tensor)] = mark
+        if self.marks.has_left:
+            args, kwargs = self._with_returned(call, args, kwargs, operands)
         changed = (t for t, version in zip(call.tensors, before.versions, strict=True) if version_of(t) != version)
         observed = ObservedCall(
             op, function, args, kwargs, tuple(operands), outputs, self.batch_size, call.kind.inplace,
@@ -547,6 +555,24 @@ class Dispatcher(Collector):
         for part in in_parts(observed):
             own = live if part is observed else {key: live[key] for key in map(id, part.args) if key in live}
             self._note(part, own, before.stop)
+
+    def _with_returned(
+        self, call: TorchCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Operand]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments with the tensors that numbers of samples were before they left torch, added to the operands."""
+
+        def tensor_of(value: Any) -> Any:
+            found = None
+            if call.kind.pointwise:
+                found = self.marks.returned(value)
+            elif call.kind.op == "getitem" and type(value) is int:
+                found = self.marks.place_of(value)
+            if found is None:
+                return value
+            operands.append(Operand(*found))
+            return found.tensor
+
+        return tuple(map(tensor_of, args)), {name: tensor_of(value) for name, value in kwargs.items()}
 
     def _note_inside(self, seen: TorchCall, result: Any) -> None:
         """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""

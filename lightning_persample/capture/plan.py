@@ -229,6 +229,7 @@ class TorchCall:
                     is_key = is_key and not may_be_index and value.numel() > 1
             elif cls in COMPARED:
                 numbers.append(value or repr(value))  # (-0.0 is another number than 0.0)
+                is_key = is_key and not (marks.numbers and value in marks.numbers)
             elif isinstance(value, (tuple, list)):
                 key.append(len(value))
                 values[place:place] = value
