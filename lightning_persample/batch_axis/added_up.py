@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import Lost, batch_first
-from lightning_persample.batch_axis.base import Followed, dims_argument, is_plain
+from lightning_persample.batch_axis.base import Followed, dims_argument, is_plain, of_loss
 from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
 from lightning_persample.batch_axis.ops import OPS
 from lightning_persample.torch_internals import counted_from_front
@@ -84,12 +84,11 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     if note is None and uneven and (mean or is_share(scale, uneven, _counts(call))):
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs
-    silent = one or not any(output.requires_grad for output in call.outputs)
     mark = Lost(
         what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples,
         shares=_shares_of_sum(call) if mixing is None else None,
     )  # fmt: skip
-    return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
+    return of_loss(call, Followed((mark,) * len(call.outputs)), None if one else note)
 
 
 def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:

@@ -473,6 +473,8 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool, diviso
     """What to say of a call on values with gradient that have lost their batch axis: mixing, weighting."""
     data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
     if operands == 1 and _scales(call) and (reduced or all(mark.reduced is not False for _, mark in data)):
+        if any(tensor.numel() > 1 for tensor, _ in data):  # (one number for each entry weighs no sample)
+            return _NOT_A_SUM.format(name=call.name, line=user_line()), None
         if data:
             return None, _why_scaled(call, first, [mark for _, mark in data])
         if divisor is not None:

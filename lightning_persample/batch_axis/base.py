@@ -115,6 +115,23 @@ def reason_of(call: ObservedCall, what: str) -> str:
     return f"`{call.name}` {what} (shapes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
 
 
+_OF_OTHERS = "combines different samples"
+
+
+def meeting(call: ObservedCall) -> str:
+    """Where numbers of one sample meet those of another."""
+    return f"`{call.name}` {_OF_OTHERS}{user_line()}"
+
+
+def of_loss(call: ObservedCall, followed: Followed, note: str | None) -> Followed:
+    """The samples are added up with a note on numbers of others in what they add: these mix them, or weigh them."""
+    if note is None or not any(output.requires_grad for output in call.outputs):
+        return followed
+    is_of_others = _OF_OTHERS in note
+    mixing, weighting = (note, None) if is_of_others else (None, note)
+    return replace(followed, mixing=followed.mixing or mixing, weighting=followed.weighting or weighting)
+
+
 def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
     """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
     reason = reason_of(call, what)
@@ -312,7 +329,7 @@ def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, st
         if (other.dim, other.outer, other.inner) != (axis.dim, axis.outer, axis.inner):
             return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
         if not other.same_layout(axis):
-            mixing = f"`{call.name}` combines different samples{user_line()}"
+            mixing = meeting(call)
             if call.op in _ADDS and not call.lost and _are_apart(axis, other):  # (a sum of what each of them gives)
                 return Followed((Lost(mixing, reduced=True),) * len(call.outputs))
             event = mixing if with_gradient else event

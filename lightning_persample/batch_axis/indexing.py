@@ -30,6 +30,7 @@ from lightning_persample.batch_axis.base import (
     is_plain,
     keep,
     lost,
+    meeting,
     padded,
     propagation_rule,
     reason_of,
@@ -445,7 +446,7 @@ def _by_entries(
             return padded(call, axis, (after < 0).expand(target.shape), beside)
         return replace(keep(call, axis, partial(_along_target, target, items, axis)), by_values=True)
     if isinstance(where, BatchAxis) and not says and not call.outputs[0].requires_grad:  # data, as `where` gives them
-        kept = where.mixed(call.mixing or f"`{call.name}` combines different samples{user_line()}")
+        kept = where.mixed(call.mixing or meeting(call))
         return replace(keep(call, kept, partial(_along_target, target, items, kept)), by_values=True)
     if call.mixing is not None:
         return None

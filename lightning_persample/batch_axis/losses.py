@@ -12,7 +12,16 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import MEAN, MOST_KEPT, absent, added_up, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
-from lightning_persample.batch_axis.base import Entries, Followed, broadcast, keep, lost, meet, propagation_rule
+from lightning_persample.batch_axis.base import (
+    Entries,
+    Followed,
+    broadcast,
+    keep,
+    lost,
+    meet,
+    of_loss,
+    propagation_rule,
+)
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, line_of, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum, with_weights
@@ -121,8 +130,8 @@ def _weigh_unequally(name: str, totals: Tensor, line: str) -> str:
 def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Followed:
     """The values of a loss without reduction, added up."""
     added = added_up(call)
-    note = place.mixing if any(output.requires_grad for output in call.outputs) else None
-    return Followed(added.outputs, by_entry.aligned, by_entry.mixing, added.weighting or note)
+    known = Followed(added.outputs, by_entry.aligned, by_entry.mixing or added.mixing, added.weighting)
+    return of_loss(call, known, place.mixing)
 
 
 def _class_weights(call: ObservedCall) -> Tensor | None:

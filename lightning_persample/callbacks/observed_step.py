@@ -295,13 +295,13 @@ class Reports:
         self.report(error)
 
     def warn(self, text: str) -> None:
-        """Say each thing once: the same trouble with tensors of other sizes is the same trouble, and a fault is one."""
-        said = FAULT if FAULT in text else _SIZES.sub("", ROWS_MADE.sub("", text))
+        """Say each thing once: some of the same calls, with other sizes, are the same, and a fault is one."""
+        said = {FAULT} if FAULT in text else {*_SIZES.sub("", ROWS_MADE.sub("", text)).splitlines()}
         self.has_said_fault |= FAULT in text
-        if said not in self._said:
+        if not said <= self._said:
             remedies = set(ROWS_MADE.findall(text))
             for remedy in remedies & self._said:
                 text = text.replace(remedy, "")
-            self._said |= {said, *remedies}
+            self._said |= said | remedies
             self.texts.append(text)
             warn_user(text)

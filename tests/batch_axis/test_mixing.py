@@ -656,6 +656,51 @@ def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
             torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
 
 
+def soft_labels(x: Tensor, y: Tensor, order: Tensor) -> Tensor:
+    one_hot = F.one_hot(y, B).to(x)
+    return 0.7 * one_hot + 0.3 * one_hot[order]
+
+
+MIXED_TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "products": lambda scores, soft: -(soft * scores.log_softmax(1)).sum(1).mean(),
+    "cross-entropy": lambda scores, soft: F.cross_entropy(scores, soft),
+    "binary": lambda scores, soft: F.binary_cross_entropy_with_logits(scores, soft),
+    "squares": lambda scores, soft: (scores - soft).square().mean(),
+    "weights": lambda scores, soft: (scores.square().mean(1) * soft[:, 0]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_TARGETS)
+def test_targets_of_two_samples_mix_them_and_weigh_nothing(name: str) -> None:
+    """As mixup makes them: what each mixed sample alone gives is what is reported."""
+    module, x, y, order = nn.Linear(6, B), vectors(), torch.arange(B), torch.arange(B).roll(1)
+    with expanded_weights(module, (x, y), unsupported="ignore", quantities=("sq_norm", "grad_sample")) as capture:
+        inputs = 0.7 * x + 0.3 * x[order]
+        MIXED_TARGETS[name](module(inputs), soft_labels(x, y, order)).backward()
+    record = capture.record
+    assert all("combines different samples" in text for text in record.mixing)
+    assert (len(record.mixing) > 0, record.axis_lost, record.weighting) == (True, (), ())
+    inputs, soft = 0.7 * x + 0.3 * x[order], soft_labels(x, y, order)
+    assert_values(record, loop(module, lambda m, x, t: MIXED_TARGETS[name](m(x), t), (inputs, soft)))
+
+
+def test_the_balance_of_experts_mixes_samples_and_weighs_nothing() -> None:
+    """The shares of rows that went to each expert times the mean of their probabilities."""
+    module, x = nn.Linear(6, 3), vectors()
+
+    def balance(scores: Tensor, sent: Tensor) -> Tensor:
+        return scores.square().mean() + 3 * (sent * scores.softmax(-1).mean(0)).sum()
+
+    with expanded_weights(module, x, unsupported="ignore", quantities=("sq_norm", "grad_sample")) as capture:
+        scores = module(x)
+        sent = F.one_hot(scores.argmax(-1), 3).double().mean(0)
+        balance(scores, sent).backward()
+    record = capture.record
+    assert (len(record.mixing), record.axis_lost, record.weighting) == (1, (), ())
+    sent = F.one_hot(module(x).argmax(-1), 3).double().mean(0)
+    assert_values(record, loop(module, lambda m, x: balance(m(x), sent), (x,)))
+
+
 def classes_of_all(scores: Tensor, x: Tensor) -> Tensor:
     """One class for all samples, by their mean."""
     return scores.detach().mean(0).topk(1).indices

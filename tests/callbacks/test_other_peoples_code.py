@@ -175,6 +175,26 @@ def test_the_same_trouble_with_other_numbers_of_samples_is_said_once():
         assert len([warning for warning in caught if warning.category is PerSampleWarning]) == 1
 
 
+class ByTasks(Classifier):
+    """A mean for each task that has samples in the batch: other ones from batch to batch."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        losses = nn.functional.cross_entropy(self.network(inputs), labels, reduction="none")
+        loss = losses[labels < 1 + batch_idx % 2].mean() + losses[:3].mean()
+        return loss if batch_idx % 2 else loss + losses[:2].mean()
+
+
+def test_some_of_the_calls_that_were_named_are_not_named_again():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        fit(ByTasks(), [PerSampleGradientMonitor(1, statistics=())], data=loader(32))
+    texts = [str(warning.message) for warning in caught if warning.category is PerSampleWarning]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("- ")]
+    assert texts
+    assert len(lines) == len({*lines})
+
+
 class Misspelt(PerSampleCallback):
     def on_per_sample_gradient(self, *args):
         raise AssertionError
