@@ -579,6 +579,7 @@ def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
             f"{'neighbouring' if batch_dim == 0 else 'equally spaced'} rows, pass the tensor to mark_samples in the "
             "training step"
         )
+        reason += "" if other is None else f"; if the samples lie along axis {other}, pass batch_dim={other}"
     elif other is not None:
         reason += f"; if they lie along axis {other}, pass batch_dim={other}; whose each row is, batch_layout says"
     else:

@@ -30,7 +30,7 @@ def _follow_layer(call: ObservedCall) -> Followed:
         state = picked(1, owners[: int(second[0])], call.batch_size, axis.mixing)
     else:
         if axis.dim != (0 if call.args[8] else 1):
-            return lost(call, "has the samples along another axis than batch_first says", mixes=None)
+            return lost(call, _another_axis("takes", axis, 1 - int(call.args[8])), mixes=None)
         state = axis.moved(1)
     hidden = list(tensors_in(call.args[2] if packed else second))
     known = [where for where in map(call.axis_of, hidden) if isinstance(where, BatchAxis)]
@@ -67,13 +67,23 @@ def _follow_cell(call: ObservedCall) -> Followed:
     return keep(call, axis.mixed(call.mixing), aligned)
 
 
+def _another_axis(verb: str, axis: BatchAxis, expected: int) -> str:
+    """What to say where samples lie along another axis than a layer takes for theirs, and what helps."""
+    return (
+        f"{verb} axis {expected} for the samples, which lie along axis {axis.dim}: give it "
+        f"batch_first={expected == 1}, or pass batch_dim={expected} where the batch has them along axis {expected}"
+    )
+
+
 @propagation_rule("pack")
 def _follow_pack(call: ObservedCall) -> Followed:
     """(T, B, *) to rows: all samples' first steps, all second steps of those that have one, ..."""
     data, lengths, batch_first = call.args[0], call.args[1], call.args[2]
     axis = call.axis_of(data)
-    if not isinstance(axis, BatchAxis) or axis.dim != (0 if batch_first else 1):
-        return lost(call, "packs a tensor that has the samples along another axis than batch_first says", mixes=None)
+    if not isinstance(axis, BatchAxis):
+        return lost(call, "packs a tensor of which no axis holds the samples", mixes=None)
+    if axis.dim != 1 - int(batch_first):
+        return lost(call, _another_axis("packs", axis, 1 - int(batch_first)), mixes=None)
     owners = row_owners(axis, call.batch_size, data.device)
     steps = torch.arange(data.size(1 if batch_first else 0), device=owners.device)
     present = steps[:, None] < lengths.to(owners.device)[None]

@@ -322,7 +322,10 @@ class Notes:
             self._reached.add((kind, text))
 
 
-USED_AGAIN = "it was used again by a call that ran during the backward (activation checkpointing)"
+USED_AGAIN = (
+    "it was used again by a call that ran during the backward (activation checkpointing); use "
+    "checkpoint(..., use_reentrant=False)"
+)
 
 
 @dataclass(frozen=True)

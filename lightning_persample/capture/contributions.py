@@ -136,7 +136,7 @@ class Use:
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
         if lost is not None and not self.whole and self.entries is None:
-            plain = lost.alone is not None or lost.reason.startswith("batch")  # it came without one
+            plain = lost.alone is not None or lost.reason.startswith("batch") or "batch_first=" in lost.reason
             remedy = "" if plain else "; keep the samples apart, along one axis, up to here"
             if lost.crossed:
                 remedy = (

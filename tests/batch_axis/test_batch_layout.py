@@ -383,6 +383,18 @@ def test_several_rows_of_a_sample_are_exact_where_they_are_declared() -> None:
     )
 
 
+def test_rows_that_are_steps_of_time_are_told_of_the_axis_that_may_hold_the_samples() -> None:
+    x, y, module = torch.randn(8, 4, 5), torch.randint(0, 3, (4,)), nn.Linear(5, 3)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch[0]).mean(0), batch[1])
+
+    text = r"in the training step; if the samples lie along axis 1, pass batch_dim=1$"
+    assert_named(observed(module, (x, y), step, batch_size=4), text)
+    samples = [(x[:, i : i + 1], y[i : i + 1]) for i in range(4)]
+    assert_as_one_by_one(module, observed(module, (x, y), step, batch_size=4, batch_dim=1), samples, step)
+
+
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_data_that_all_samples_share_may_stand_in_the_batch(where: str) -> None:
     """Class weights, anchors, a mask over positions: a constant of each sample's own loss."""

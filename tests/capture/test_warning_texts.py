@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample import call_for_per_sample_grads, expanded_weights
 from lightning_persample.errors import PerSampleWarning
@@ -195,3 +196,35 @@ def test_entries_of_one_sample_that_are_added_to_others_are_influence() -> None:
         "contribution to the batch gradient. Layers and losses that keep samples apart give it one.\n"
         "- `add` combines different samples"
     ]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_layer_along_another_axis_than_the_batch_names_both_remedies(batch_first: bool) -> None:
+    module, dim = nn.GRU(3, 2, batch_first=batch_first), int(batch_first)
+    x = torch.randn(4, 4, 3)
+    with pytest.warns(PerSampleWarning) as caught, expanded_weights(module, x, batch_dim=dim):
+        module(x)[0].square().mean().backward()
+    expected = (
+        f": `gru` takes axis {1 - dim} for the samples, which lie along axis {dim}: give it "
+        f"batch_first={not batch_first}, or pass batch_dim={1 - dim} where the batch has them along axis {1 - dim} "
+        "(shapes [(4, 4, 3), (1, 4, 2), "
+    )
+    (text,) = (str(each.message) for each in caught)
+    assert expected in text
+    assert "up to here" not in text
+
+
+def test_a_layer_in_several_reentrant_checkpoints_names_the_remedy() -> None:
+    module, x = nn.Linear(5, 3), torch.randn(6, 5, requires_grad=True)
+
+    def run(*, use_reentrant: bool) -> None:
+        parts = [checkpoint(module, part, use_reentrant=use_reentrant) for part in x.split(2)]
+        torch.cat(parts).square().mean().backward()
+
+    with pytest.warns(PerSampleWarning) as caught, expanded_weights(module, x):
+        run(use_reentrant=True)
+    (text,) = (str(each.message) for each in caught)
+    assert text.endswith("(activation checkpointing); use checkpoint(..., use_reentrant=False)")
+    with expanded_weights(module, x, unsupported="error") as capture:
+        run(use_reentrant=False)
+    assert capture.record.coverage == 1.0
