@@ -68,7 +68,7 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
         call.argument(2, "offsets"),
         call.argument(6, "per_sample_weights"),
     )
-    if call.axis_of(call.argument(0, "weight")) is not None or call.lost:
+    if call.axis_of(call.argument(0, "weight")) is not None or any(tensor is not offsets for tensor, _ in call.lost):
         return lost(call, "has a table that depends on the batch", mixes=None)
     bags = call.outputs[0].size(0)
     own, by_bag = call.axis_of(rows), call.axis_of(offsets)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
-from lightning_persample.batch_axis.axis import Lost
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, laid_along, row_owners
 from lightning_persample.batch_axis.base import (
     Followed,
     broadcast,
@@ -85,7 +85,24 @@ def _follow_scan(call: ObservedCall) -> Followed:
 
 @propagation_rule("list")
 def _follow_list(call: ObservedCall) -> Followed:
-    return listed(call)
+    followed = listed(call)
+    return _of_entries(call, followed) if call.kwargs.get("return_inverse") and call.mixing is None else followed
+
+
+def _of_entries(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer where each number that occurs does so in one sample alone: it is that sample's, as is its count."""
+    (tensor, axis), dim, (numbers, inverse, *counts) = call.located[0], call.kwargs.get("dim"), call.outputs
+    if dim is not None and int(dim) % tensor.dim() != axis.dim:
+        return followed
+    place = 0 if dim is None else axis.dim
+    entries = row_owners(axis, call.batch_size, inverse.device)
+    entries = entries if dim is not None else laid_along(entries, axis.dim, tensor.shape).flatten()
+    owners = entries.new_zeros(numbers.size(place)).index_put((inverse.flatten(),), entries)
+    if not torch.equal(owners[inverse.flatten()], entries):
+        return followed
+    ranked = not bool((owners[1:] >= owners[:-1]).all())
+    found = [BatchAxis(each, owner=Owner(owners, ranked)) for each in (place, *[0] * len(counts))]
+    return replace(followed, outputs=(found[0], followed.outputs[1], *found[1:]), by_values=True)
 
 
 @propagation_rule("scattered")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.model_cases import Model
-from tests.capture.reference import assert_exact
+from tests.capture.reference import assert_exact, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -111,3 +111,60 @@ def test_an_entry_of_a_row_of_each_place_is_of_its_sample() -> None:
     torch.manual_seed(0)
     record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
     assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_whose_offsets_are_counted_from_the_batch_are_of_their_samples(mode: str, is_weighed: bool) -> None:
+    if is_weighed and mode != "sum":
+        pytest.skip("torch weighs the rows of sums alone")
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        mask = torch.cat([torch.ones(len(x), 1, dtype=torch.bool), chosen(x)[:, 1:]], 1)
+        starts = F.pad(mask.sum(1).cumsum(0), (1, 0))[:-1]
+        tokens = (x[..., 1].abs() * 2).long().clamp(0, T - 1)
+        weights = m.a(x).square().sum(2)[mask] if is_weighed else None
+        bags = F.embedding_bag(tokens[mask], m.table.weight, starts, mode=mode, per_sample_weights=weights)
+        return bags.square().sum(1).mean()
+
+    torch.manual_seed(0)
+    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+def by_numbers(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found, inverse, counts = ids.flatten().unique(return_inverse=True, return_counts=True)
+    return torch.div(found, 4, rounding_mode="floor"), inverse, counts
+
+
+def by_rows(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    pairs = torch.stack([torch.div(ids, 4, rounding_mode="floor").flatten(), ids.flatten() % 4], 1)
+    found, inverse, counts = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
+    return found[:, 0], inverse, counts
+
+
+@pytest.mark.parametrize("way", [by_numbers, by_rows], ids=lambda way: way.__name__)
+def test_cells_of_points_are_of_the_sample_whose_points_they_hold(way: Callable[..., Any]) -> None:
+    """As points are pooled in voxels, which are numbered over the whole batch."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        cell = (x[..., 0] > 0).long() + 2 * (x[..., 1] > 0).long()
+        row, inverse, counts = way(cell + 4 * torch.arange(len(x))[:, None])
+        h = m.a(x).flatten(0, 1).tanh()
+        means = torch.zeros(len(row), D).index_add(0, inverse, h) / counts[:, None]
+        return torch.zeros(len(x), D).index_add(0, row, means.exp()).square().sum(1).mean()
+
+    torch.manual_seed(0)
+    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+def test_numbers_that_occur_in_several_samples_are_no_samples() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        cell = (x[:, 0, 0] > 0).long()
+        _, inverse, counts = cell.unique(return_inverse=True, return_counts=True)
+        means = torch.zeros(len(counts), D).index_add(0, inverse, m.a(x).mean(1)) / counts[:, None]
+        return means.square().sum(1).mean()
+
+    record = record_of(network(), loss, torch.randn(B, T, 5))
+    assert (*record.mixing, *record.axis_lost, *record.weighting) != ()
