@@ -318,14 +318,14 @@ def padded_length() -> int | None:
     return length
 
 
-def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """What autograd keeps of a call's results for the backward of the node that made its output."""
+def saved_results(output: Tensor, names: tuple[str, ...], axis: int = 0) -> dict[str, Tensor]:
+    """What autograd keeps of a call's results, by the rows along an axis, for the backward of its output's node."""
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
     node = output.grad_fn
     if not names or node is None or _TOP_HOOKS is None or _TOP_HOOKS(False) is not None:
         return {}
-    rows, found = output.shape[:1], {}
+    rows, found = output.shape[axis : axis + 1], {}
     for name in names:
         result = getattr(node, f"_saved_{name}", None)
         if isinstance(result, Tensor) and result.shape[:1] == rows:

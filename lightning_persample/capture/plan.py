@@ -54,7 +54,7 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.pull_back import COMPARED, OF_ROWS, Made
+from lightning_persample.capture.pull_back import COMPARED, NORMALIZED, OF_ROWS, Made
 from lightning_persample.capture.weight import (
     Computation,
     Contributions,
@@ -599,6 +599,9 @@ def derive(
         value = collector.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
         made = version_of(value)
         derivation = Derivation(recipe, values, parents, position, value, made, where, versions, random_state)
+        if recipe.op in NORMALIZED:
+            axis, results = NORMALIZED[recipe.op]
+            derivation.kept = saved_results(output, results, axis).get(results[0])
         weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
         for parent in parents.values():
             parent.children += 1
@@ -832,7 +835,13 @@ class PlannedReport(Report):
                     given, kind, are_unchanged, dots_of = (*kept, *saved.values(), grad), None, True, list[Tensor]()
                     if made is not None:
                         of_weights = made.tensors()
-                        if "product" not in programs and all(self._written(each) == then for each, then in product):
+                        if (
+                            product
+                            and not collector.vectors
+                            and "product" not in programs
+                            and all(self._written(each) == then for each, then in product)
+                            and not made.reads_memory_of(collector.writes)
+                        ):
                             dots_of = [tensor for tensor, _ in product]
                         are_unchanged, given = of_weights is not None, (*given, *(of_weights or ()), *dots_of)
                         kind = made.kind, len(dots_of)
@@ -930,7 +939,9 @@ class PlannedReport(Report):
             if dots_of:
                 output, *shift = dots_of
                 inputs = self._needs[0][self._slots.names.index("input")]
-                row_dots = partial(row_dots_of_output, grad, output, inputs, shift[0] if shift else None)
+                bias = self._owners.get("bias")
+                of_bias = next((each.tensors()[0] for weight, each in contributions if weight is bias), None)
+                row_dots = partial(row_dots_of_output, grad, output, inputs, shift[0] if shift else None, of_bias)
             gradients = [each for _, each in contributions] if made is None else made.pulled(contributions, row_dots)
             if self.fused is None:
                 return self._collector.asked(gradients, vectors)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,6 +37,7 @@ from lightning_persample.gradients import (
     in_order,
 )
 from lightning_persample.gradients.cost import current_options, halved
+from lightning_persample.gradients.patches import MOST_SHIFT
 from lightning_persample.gradients.program import Program, at_least, not_now, record, run_again
 from lightning_persample.rules import (
     BATCHES,
@@ -233,8 +235,9 @@ _BUDGET = 64 * 2**20
 _SHAPED = frozenset({
     "_unsafe_view", "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
 })  # fmt: skip
-_OF_ROWS, _EPS = frozenset({"batch_norm", "_weight_norm"}), 1e-5
-OF_ROWS = _SHAPED | _OF_ROWS  # by which a weight is derived whose rows are those of a parameter, normalized
+# By these rows are normalized: the axis of the rows, and what autograd keeps, a number for each.
+NORMALIZED, _EPS = {"batch_norm": (1, ("result2",)), "_weight_norm": (0, ("result1",))}, 1e-5
+OF_ROWS = _SHAPED | NORMALIZED.keys()  # by which a weight is derived whose rows are those of a parameter, normalized
 _DRAWS = having("draws")
 COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _OF_LAYOUT = (torch.Size, torch.layout, torch.memory_format)
@@ -291,8 +294,9 @@ def pull_back(weight: Weight) -> None:
         parent.add(gradient)
 
 
-RowDots: TypeAlias = Callable[[int], tuple[Tensor, Tensor | None]]
-"""Dots (B, O) of a gradient's rows with the weight's, of that length, and the least norms (O,) of these to rely on."""
+RowDots: TypeAlias = Callable[[Tensor, float], tuple[Tensor, Tensor]]
+"""Dots (B, O) of a gradient's rows with the weight's, and what is above 0 for rows (O,) of which these are to be
+relied on, given the squared norms (O,) of the rows and a number times which they are those times the rows' length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,12 +320,23 @@ class Made:
         """All that the others were computed from, and they themselves; None where one was written to since."""
         found: list[Tensor] = []
         for weight in self.weights:
-            if weight.derivation is not None:
-                tensors = weight.derivation.tensors()
+            made = weight.derivation
+            if made is not None:
+                tensors = made.tensors()
                 if tensors is None:
                     return None
-                found += tensors
+                found += tensors if made.kept is None else (*tensors, made.kept)
         return found
+
+    def reads_memory_of(self, places: Container[int]) -> bool:
+        """Whether rows are normalized by what lies in memory that begins at one of these places."""
+        found = [weight.derivation for weight in self.weights if weight.derivation is not None]
+        return any(
+            made.leaves[place].untyped_storage().data_ptr() in places
+            for made in found
+            if made.op in NORMALIZED
+            for place in made.recipe.places
+        )
 
     def pulled(self, contributions: Contributions, row_dots: RowDots | None) -> list[SampleGradient]:
         """What each of the parameters gets of what the call contributes; `row_dots` are those with the first weight."""
@@ -500,8 +515,8 @@ def _keep_structure(derivation: Derivation, gradient: SampleGradient, row_dots: 
     parent, *others = derivation.parents.values()
     if derivation.value.is_complex() or parent.tensor.is_complex():
         return None
-    if others or derivation.op in _OF_ROWS:
-        return _by_rows(derivation, gradient, row_dots) if derivation.op in _OF_ROWS else None
+    if others or derivation.op in NORMALIZED:
+        return _by_rows(derivation, gradient, row_dots) if derivation.op in NORMALIZED else None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return [(parent, gradient)]
     factor = next((leaf for leaf in derivation.leaves if type(leaf) in (int, float)), None)
@@ -529,6 +544,8 @@ def _rows_of_a_sum(gradient: SampleGradient) -> Deflated | None:
 
 def _by_rows(derivation: Derivation, gradient: SampleGradient, row_dots: RowDots | None) -> Contributions | None:
     """What the parents get of batch or weight normalization of each row of a weight: the Jacobian projects rows."""
+    # A row is xhat * scale + shift, where |xhat|^2 is n less what eps takes, or 1. Its dots with the gradients G are
+    # asked of what the call gave, where autograd has kept the factor of xhat: then nothing reads the rows.
     if derivation.value.dtype not in _REPEATS:
         return None
     derivation, centred = _as_read(derivation), derivation.op == "batch_norm"
@@ -540,56 +557,78 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient, row_dots: RowDots
         if not named.get("training") or len(named["input"]) != 1:
             return None
         weight, scale, shift = named["input"], named.get("weight"), named.get("bias")
-        count = weight.shape[1]
+        count, eps = weight.shape[1], named.get("eps", _EPS)
     else:
         weight, scale, *dim = args
         if kwargs or dim != [0]:
             return None
-        count = len(weight)
+        count, eps = len(weight), 0.0
     known = _rows_of_a_sum(gradient)
     is_formed = known is None and isinstance(gradient, (Dense, Outer, Patches)) and weight.numel()
     if is_formed and not gradient.dtype.is_complex:
         known = Deflated(Dense(gradient.dense().reshape(gradient.batch_size, count, -1)), gradient.shape)
     if known is None or known.removed is not None or known.source.shape[0] != count:
         return None
-    source, rows, length, eps = known.source, weight.reshape(count, -1), 1.0, 0.0
-    if centred:
-        rows, length, eps = rows - rows.mean(1, keepdim=True), rows.shape[1] ** 0.5, named.get("eps", _EPS)
-    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    factor = ((norm / length).square_() + eps).rsqrt_() if centred else norm.reciprocal()
-    by = factor if scale is None else factor * scale.reshape(-1, 1)
-    recorded = _recorded(derivation).view(count, -1)
-    centre = recorded if shift is None else recorded - shift.unsqueeze(1)
-    off = torch.linalg.vector_norm(torch.addcmul(centre, rows, by, value=-1), dim=1, keepdim=True)
-    sizes, sums = norm * by.abs(), source._row_sums() if centred else None
-    margin, found_dots = sizes * _REPEATS[recorded.dtype] - off, None
-    if row_dots is not None:
-        found_dots, least = row_dots(rows.shape[1])
-        sure = margin if least is None else torch.minimum(margin, sizes - least.unsqueeze(1))
-        if found_dots.shape[1] != count or not at_least(sure.amin(), torch.finfo(sure.dtype).tiny):  # (a row of zeros)
-            found_dots = None
-    if found_dots is None and not at_least(margin.amin(), 0.0):  # hardly ever
-        _check_repeats(derivation, derivation.compute(*derivation.inputs))
-    direction = rows.mul_(factor / length) if centred else rows * factor
-    if found_dots is None:
-        dots = source._row_dots(direction)
+    source, n = known.source, weight.numel() // max(count, 1)
+    size, sums = n if centred else 1, source._row_sums() if centred else None  # |xhat|^2, and those of each row of G
+    factors = None if scale is None else scale.reshape(-1)
+    kept, dots = derivation.kept if row_dots is not None else None, None
+    if kept is not None:
+        factor = kept.reshape(-1) if centred else kept.reshape(-1).reciprocal()
+        by = factor if factors is None else factor * factors
+        squares, shares = by.square(), factor.square()
+        of_factor = shares
+        lengths = torch.ones_like(by) if factors is None else factors.square()
+        if centred:  # (a row that is nearly constant counts for a row of zeros)
+            lengths = torch.sub(lengths, squares, alpha=eps * 1.00001)
+        if shift is not None:
+            lengths = torch.addcmul(lengths, shift, shift, value=-1.0 / MOST_SHIFT**2)
+        dots, sure = row_dots(lengths, size * n)  # type: ignore[misc]
+        if dots.shape[1] != count or not at_least(sure.amin(), torch.finfo(sure.dtype).tiny):
+            dots = None
+    read = partial(_read_rows, derivation, weight.reshape(count, n), factors, shift, centred, eps)
+    if dots is not None:
+        dots = dots if sums is None or shift is None else torch.addcmul(dots, sums, shift, value=-1)
+        along, dots = dots.square(), dots if factors is None else dots / factors
+        direction: Callable[[], Tensor] = lambda: read()[0]  # noqa: E731
     else:
-        dots = found_dots if sums is None or shift is None else torch.addcmul(found_dots, sums, shift, value=-1)
-        dots = dots / length if scale is None else dots / (scale.reshape(-1) * length)
-    squares = by.square()
-    removed = dots.square() @ (squares * (1 + eps * factor.square()))  # (2 less the direction's own square norm)
+        rows, factor = read()
+        by = factor if factors is None else factor * factors
+        squares, of_factor, direction = by.square(), factor.square(), lambda: rows
+        shares = squares * size
+        along = source._row_dots(rows)
+        along, dots = along.square(), along * size**0.5
+    removed = along @ torch.addcmul(shares, shares, of_factor, value=eps)  # (2 less the direction's own square norm)
     if sums is not None:
-        removed += sums.square() @ (squares / rows.shape[1])
+        removed = torch.addmv(removed, sums.square(), squares, beta=1 / size, alpha=1 / n)
     found: Contributions = []
     for place, parent in derivation.parents.items():
         leaf = derivation.leaves[place]
         if leaf is weight:
-            scaled = source._by_row(by.squeeze(1))
-            found.append((parent, Deflated(scaled, parent.shape, removed.squeeze(1), direction, centred)))
+            scaled = source._by_row(by)
+            found.append((parent, Deflated(scaled, parent.shape, removed, direction, centred)))
         else:
-            dot = sums if sums is not None and leaf is shift else dots * length
+            dot = sums if sums is not None and leaf is shift else dots
             found.append((parent, Dense(dot.reshape(gradient.batch_size, *parent.shape))))
     return found
+
+
+def _read_rows(
+    derivation: Derivation, rows: Tensor, scale: Tensor | None, shift: Tensor | None, centred: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Each row of a weight (O, n) normalized to norm 1, but for eps, and its factor (O,), where it gives the weight."""
+    length = rows.shape[1] ** 0.5 if centred else 1.0
+    if centred:
+        rows = rows - rows.mean(1, keepdim=True)
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    factor = ((norm / length).square_() + eps).rsqrt_() if centred else norm.reciprocal()
+    by = factor if scale is None else factor * scale
+    recorded = _recorded(derivation).view(rows.shape)
+    centre = recorded if shift is None else recorded - shift.unsqueeze(1)
+    off = torch.linalg.vector_norm(torch.addcmul(centre, rows, by.unsqueeze(1), value=-1), dim=1)
+    if not at_least((norm * by.abs() * _REPEATS[recorded.dtype] - off).amin(), 0.0):  # hardly ever
+        _check_repeats(derivation, derivation.compute(*derivation.inputs))
+    return rows * (factor / length).unsqueeze(1), factor
 
 
 def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: bool = False) -> Derivation:

@@ -70,6 +70,7 @@ class Derivation:
     # how often each leaf had been written to when the call read it; None of what was overwritten by it
     versions: Sequence[int | None]
     random_state: Tensor | None = None  # state of the generator before the call, where it drew random numbers
+    kept: Tensor | None = None  # what autograd keeps of the sizes of a weight's rows, which the call normalizes
 
     @property
     def op(self) -> object:

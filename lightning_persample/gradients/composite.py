@@ -222,7 +222,7 @@ class Deflated(SampleGradient):
     source: Outer | Patches | Dense  # with rows o
     size: torch.Size  # the shape of the parameter, which holds as many entries
     removed: Tensor | None = None  # what is taken from the squared norm, (B,); None where nothing is taken away
-    direction: Tensor | None = None  # (O, n)
+    direction: Callable[[], Tensor] | None = None  # gives (O, n)
     centred: bool = False  # whether the mean of each row is taken away
 
     @property
@@ -261,7 +261,7 @@ class Deflated(SampleGradient):
         if self.centred:
             rows = rows - rows.mean(2, keepdim=True)
         if self.direction is not None:
-            direction = self.direction.to(rows.dtype)
+            direction = self.direction().to(rows.dtype)
             rows = torch.addcmul(rows, (rows * direction).sum(2, keepdim=True), direction, value=-1)
         return rows.reshape(self.batch_size, *self.size)
 

@@ -99,7 +99,12 @@ class Rows:
 
     def covered(self) -> Tensor:
         """The sum over each patch of every channel: (b, c, k, *out)."""
-        return self.windows(self.read()).sum(tuple(range(2, 2 + len(self.geometry.kernel_size))))
+        met = self.met().transpose(1, 2)
+        size, dtype, device = tuple(met.shape[3:]), met.dtype, met.device
+        if prod(size) * prod(self.out_size) > _FEW or dtype.is_complex:
+            return self.windows(self.read()).sum(tuple(range(2, 2 + len(self.geometry.kernel_size))))
+        sums = met.reshape(-1, prod(size)) @ kept(_covers, self.geometry, size, self.out_size, dtype, device)
+        return sums.view(*met.shape[:3], *self.out_size)
 
     def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
         """The input with its patches written out along all spatial axes but the first, for one row per sample."""
@@ -128,6 +133,23 @@ class Rows:
         """Every patch: (b G, C K / G, T)."""
         groups, positions = self.group_shape
         return self.windows(self.read()).reshape(groups, prod(self.weight_shape[1:]), positions)
+
+
+_FEW = 1 << 16  # as many numbers as take less time to be multiplied with than the windows of a patch to be added up
+
+
+@lru_cache(512)
+def _covers(
+    geometry: PatchGeometry,
+    in_size: tuple[int, ...],
+    out_size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """How often the patch at each position of the output has each position of the input, (P, T)."""
+    each = torch.eye(prod(in_size)).view(-1, 1, 1, *in_size)
+    rows = Rows(each.new_empty(1, 1, 1, *out_size), each, geometry)
+    return rows.windows(rows.read()).sum(tuple(range(2, 2 + len(out_size)))).flatten(1).to(device, dtype)
 
 
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

@@ -366,18 +366,29 @@ def _forming_is_cheaper(sizes: PatchSizes, factors: Factors) -> bool:
     return formed < sizes.positions * each
 
 
-_TIMES = 16  # as large as a row of the output's product a shift may be, whose rounding errors then do not show
+MOST_SHIFT = 16
+"""How many times as large as a row of an output's product a shift may be, whose rounding errors then do not show."""
 
 
 def row_dots_of_output(
-    grad_out: Tensor, output: Tensor, inputs: Tensor, shift: Tensor | None, length: int
-) -> tuple[Tensor, Tensor | None]:
-    """Dots of the rows of a convolution's weight with their gradients, (B, O), and the least norms (O,) to rely on."""
-    # grad_out, output (B, O, *out), inputs (B, C, *in), shift (O,), rows of so many numbers: the sum over positions of
-    # grad_out and the output less the shift. Errors of the output are those of the shift, too, if it is the larger.
+    grad_out: Tensor,
+    output: Tensor,
+    inputs: Tensor,
+    shift: Tensor | None,
+    sums: Tensor | None,
+    lengths: Tensor,
+    times: float,
+) -> tuple[Tensor, Tensor]:
+    """Dots of the rows of a convolution's weight with their gradients, (B, O), and what is above 0 where to rely on."""
+    # grad_out, output (B, O, *out), inputs (B, C, *in), shift (O,), sums (B, O) of grad_out over positions if they are
+    # known, squared norms of the rows `lengths` (O,) with `times` these those times the rows' length: the sum over
+    # positions of grad_out and the output less the shift. Errors of the output are those of the shift, too, if it is
+    # the larger.
     grads = grad_out.flatten(2)
     dots = (grads * output.flatten(2)).sum(2)
     if shift is None:
-        return dots, None
-    mean_norm = torch.linalg.vector_norm(inputs) * (length / max(inputs.numel(), 1)) ** 0.5
-    return torch.addcmul(dots, grads.sum(2), shift, value=-1), shift.abs() / (mean_norm * _TIMES)
+        return dots, lengths
+    of_inputs = torch.linalg.vector_norm(inputs)  # the mean square of a patch is this one's share
+    most = max(inputs.numel(), 1) / (times * MOST_SHIFT**2)
+    sure = torch.addcmul(lengths * of_inputs.square(), shift, shift, value=-most)
+    return torch.addcmul(dots, grads.sum(2) if sums is None else sums, shift, value=-1), sure

@@ -38,14 +38,15 @@ _MOST = 512  # calls of one program
 # begins: a batch may be any part of a larger one.
 _CALLS = frozenset({
     "T", "__add__", "__getitem__", "__iadd__", "__imul__", "__matmul__", "__mul__", "__neg__", "__radd__", "__rmul__",
-    "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "abs_", "add", "add_", "addcmul", "amax", "amin",
-    "arange", "as_strided", "bmm", "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d", "conv3d",
-    "convolution_backward", "copy_", "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand", "expand_as",
-    "flatten", "float", "gather", "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "mean", "minimum",
-    "movedim", "mul", "mul_", "narrow", "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg",
-    "new_empty", "new_zeros", "pad", "permute", "real", "reciprocal", "repeat", "reshape", "resolve_conj", "rms_norm",
-    "rsqrt", "rsqrt_", "scatter_", "select", "sqrt", "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to",
-    "transpose", "unflatten", "unsqueeze", "view", "view_as", "zeros", "zeros_like",
+    "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "abs_", "add", "add_", "addcmul", "addmv", "amax",
+    "amin", "arange", "as_strided", "bmm", "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d",
+    "conv3d", "convolution_backward", "copy_", "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand",
+    "expand_as", "flatten", "float", "gather", "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul",
+    "mean", "minimum", "movedim", "mul", "mul_", "narrow", "native_batch_norm", "native_batch_norm_backward",
+    "native_group_norm", "neg", "new_empty", "new_zeros", "ones_like", "pad", "permute", "real", "reciprocal",
+    "repeat", "reshape", "resolve_conj", "rms_norm", "rsqrt", "rsqrt_", "scatter_", "select", "sqrt", "square",
+    "square_", "squeeze", "stack", "sub", "sum", "t", "to", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+    "zeros", "zeros_like",
 })  # fmt: skip
 _LAYOUT = frozenset({
     "__len__", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous",

@@ -143,3 +143,29 @@ def test_a_bias_far_larger_than_the_product_costs_no_precision(size: float) -> N
         for name, grads in expected.items():
             squares = grads.flatten(1).square().sum(1)
             torch.testing.assert_close(capture.record.sq_norms[name].double(), squares, rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["standardised", "shifted", "weight_norm"])
+def test_rows_that_are_equal_numbers_are_computed_otherwise(kind: str) -> None:
+    module = Normalized((6, 4, 3, 3), kind).double()
+    plan.PLANS.clear()
+    for step in range(4):
+        with torch.no_grad():
+            module.weight[step] = 0.5
+            module.weight[step, 0, 0, 0] += 1e-6 * step
+        assert_exact(module, loss, (torch.randn(3, 4, 6, 6, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize("name", ["weight", "gain"])
+@pytest.mark.parametrize("kind", ["standardised", "weight_norm"])
+def test_what_makes_rows_and_is_changed_unseen_is_refused(kind: str, name: str) -> None:
+    module = Normalized((6, 4, 3, 3), kind).double()
+    plan.PLANS.clear()
+    for changes in (False, False, False, True, False):
+        x = torch.randn(3, 4, 6, 6, dtype=torch.float64)
+        with expanded_weights(module, x, unsupported="ignore") as capture:
+            value = loss(module, x)
+            if changes:
+                getattr(module, name).data.view(-1)[5] += 0.1  # which no version shows
+            value.backward()
+        assert set(capture.record.unsupported) == ({"weight", "gain"} if changes else set())

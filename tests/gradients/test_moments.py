@@ -17,7 +17,7 @@ def deflated():
     source = Outer(torch.randn(3, 2, 6, dtype=F64), torch.randn(3, 2, 9, dtype=F64))
     direction = torch.nn.functional.normalize(torch.randn(6, 9, dtype=F64))
     along = (source.dense() * direction).sum(2)
-    gradient = Deflated(source, torch.Size((6, 9)), along.square().sum(1), direction)
+    gradient = Deflated(source, torch.Size((6, 9)), along.square().sum(1), lambda: direction)
     return gradient, source.dense() - along.unsqueeze(2) * direction
 
 
