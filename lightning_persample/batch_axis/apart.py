@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import products_of, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, picked, together
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, entry_owners, picked, together
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -46,6 +46,8 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
         found = [together(known.values(), call.outputs[0].shape)] * len(call.outputs)
     elif moves and _are_sources(call, of_batch):
         found = _moved(call, known)
+    elif moves and id(call.args[0]) in known and not call.inplace:
+        found = [_picked(call, known[id(call.args[0])])]
     elif call.op in _TOTALS and len(of_batch) == len(call.operands) == 1 and call.outputs[0].dim():
         return _added_up(call, followed, *known.values())
     elif call.op in _TOTALS | _AT_THEIR_PLACES:
@@ -102,6 +104,19 @@ def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None
     if [one.shape for one, _ in pairs] != [output.shape for output in call.outputs]:
         return [None] * len(call.outputs)
     return [torch.where((two - one).abs() == call.batch_size, one.abs() - 1, -1).long() for one, two in pairs]
+
+
+def _picked(call: ObservedCall, entries: Tensor) -> Tensor | None:
+    """The sample of each entry that numbers of the samples pick from entries of theirs, or of none's."""
+    source, output = call.args[0], call.outputs[0]
+    operands = tuple(Operand(each.tensor, None if each.tensor is source else each.axis) for each in call.operands)
+    of_constants, rule = replace(call, operands=operands, signature=None), PROPAGATION_RULES.get(call.op)
+    if rule is None or of_constants.lost or not of_constants.located or len(call.outputs) > 1:
+        return None
+    by, of = rule(of_constants).outputs[0], _moved(call, {id(source): entries})[0]
+    if not isinstance(by, BatchAxis) or by.mixing is not None or of is None:
+        return None
+    return together([of, entry_owners(by, output.shape, call.batch_size, output.device)], output.shape)
 
 
 def _as_number(leaf: Any) -> Any:

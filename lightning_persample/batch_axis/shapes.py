@@ -283,6 +283,8 @@ def _follow_select(call: ObservedCall) -> Followed:
     dim = int(call.argument(1, "dim", "dimension")) % max(target.dim(), 1)
     axis = call.axis_of(target)
     index = call.argument(2, "index", "start")
+    if isinstance(axis, Lost):
+        return beside_lost(call)
     if not isinstance(axis, BatchAxis):  # a weight or a constant, picked from by an index of the batch
         where = call.axis_of(index)
         if call.op == "index_select" and isinstance(where, BatchAxis):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.reference import assert_values, loop, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -553,3 +553,46 @@ def test_a_view_made_before_samples_were_mixed_in_its_base_is_not_taken_for_one_
                 "it was written to in place through another tensor at test_written_rows.py"
                 in (record.unsupported[name])
             )
+
+
+READ_BACK: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "getitem": lambda memory, index: memory[index],
+    "getitem-beside-a-slice": lambda memory, index: memory[index, :],
+    "index_select": lambda memory, index: memory.index_select(0, index),
+    "gather": lambda memory, index: memory.gather(0, index[:, None].expand(-1, 3)),
+    "take_along_dim": lambda memory, index: memory.take_along_dim(index[:, None], 0),
+}
+
+
+def remembered(read: Callable[[Tensor, Tensor], Tensor], places: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The targets of a sample are a mean of its outputs so far, in a row of a memory for the whole dataset."""
+
+    def loss(module: nn.Module, x: Tensor, index: Tensor) -> Tensor:
+        memory = torch.linspace(0.1, 0.9, 30).view(10, 3)
+        scores = module(x).softmax(1)
+        memory[index] = 0.7 * memory[index] + 0.3 * scores.detach()
+        return (1 - (read(memory, places(index)) * scores).sum(1)).log().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("name", READ_BACK)
+def test_rows_of_a_memory_that_each_sample_writes_and_reads_are_its_own(name: str) -> None:
+    loss = remembered(READ_BACK[name], lambda index: index)
+    record = assert_exact(nn.Linear(4, 3), loss, (torch.randn(4, 4), torch.tensor([7, 0, 3, 9])))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+OF_OTHERS: dict[str, tuple[list[int], Callable[[Tensor], Tensor]]] = {
+    "twice-in-the-batch": ([7, 0, 7, 9], lambda index: index),
+    "of-the-next": ([7, 0, 3, 9], lambda index: index.roll(1)),
+    "of-all": ([7, 0, 3, 9], lambda index: index[:1].expand(len(index))),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("way", READ_BACK)
+def test_rows_of_a_memory_that_another_sample_writes_are_said(name: str, way: str) -> None:
+    rows, places = OF_OTHERS[name]
+    record = record_of(nn.Linear(4, 3), remembered(READ_BACK[way], places), torch.randn(4, 4), torch.tensor(rows))
+    assert record.mixing or record.weighting or record.axis_lost
