@@ -13,12 +13,13 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import Lost, batch_first
 from lightning_persample.batch_axis.base import Followed, dims_argument, is_plain, of_loss
 from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
-from lightning_persample.batch_axis.ops import OPS
+from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import counted_from_front
 
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 MOST_KEPT = 1 << 16  # numbers that are kept for those who ask what each sample adds to their sum
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
+_MOVES, _MULTIPLIES = having("same", "casts", "moves", "picks", "joins", "passes"), having("sums") | {"mul", "div"}
 # Nodes that add, with the place of the input that they multiply, and those that move, add up or negate entries.
 _ADDS = {"AddBackward0": 1, "SubBackward0": 1, "RsubBackward0": 0, "RsubBackward1": 0}
 _DIVIDES = ("DivBackward0", "AddcdivBackward0")
@@ -260,6 +261,43 @@ def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float]
     return found or numbers
 
 
+def factors_of(call: ObservedCall, tensor: Tensor) -> Sequence[float] | None:
+    """By what an operand is multiplied in the result, or each of its entries; None where that is not known."""
+    first, second = call.args[0] if call.args else None, call.argument(1, "end", "tensor1", "other")
+    factor: object = None
+    if call.op in ("add", "sub", "rsub"):
+        factor = call.kwargs.get("alpha", 1) if (tensor is first) is (call.op == "rsub") else 1
+    elif call.op == "lerp":
+        weight = _number(call.argument(2, "weight"))
+        factor = weight if weight is None or tensor is second else 1 - weight
+    elif call.op in ("addcmul", "addcdiv"):
+        third, value = call.argument(2, "tensor2"), _number(call.kwargs.get("value", 1))
+        is_factor = tensor is third and call.op == "addcmul"
+        other = _number(second if is_factor else third)
+        if tensor is first and tensor is not second and tensor is not third:
+            factor = 1
+        elif (tensor is second or is_factor) and value is not None and other:
+            factor = value * other if call.op == "addcmul" else value / other
+    elif call.op in ("sum", "nansum") or call.op in _MOVES:
+        factor = 1
+    elif call.op == "mean":  # (of entries that are all one sum it is one, too)
+        terms = next((len(mark.terms) for each, mark in call.lost if each is tensor), 0)
+        factor = call.outputs[0].numel() / max(tensor.numel(), 1) if terms > 1 else 1
+    elif call.op in _MULTIPLIES:
+        found = [1] if call.meets_a_weight else factors_beside(call, 64)  # (what is learned is the samples' own)
+        return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
+    number = _number(factor)
+    return None if number is None else (number,)
+
+
+def _number(value: object) -> float | None:
+    """One number that has no gradient; None where it is something else."""
+    if isinstance(value, Tensor):
+        plain = value.numel() == 1 and not value.requires_grad and not value.is_complex() and not value.is_meta
+        return float(value) if plain else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
 def absent(totals: Tensor) -> str:
     """What to say of the samples that have no part in a sum: their own losses are not in the loss."""
     count = int((totals == 0).sum())
@@ -268,7 +306,7 @@ def absent(totals: Tensor) -> str:
 
 def is_share(factor: float, rows: int, counts: frozenset[int]) -> bool:
     """Whether a sum times this is an average over so many rows, or over their entries, or these by the count."""
-    each = 1 / factor / rows if factor else 0.0
+    each = 1 / factor / rows if factor not in (0, 1) else 0.0
     return any(math.isclose(each, n, rel_tol=1e-5) or math.isclose(each * n, 1, rel_tol=1e-5) for n in (1, *counts))
 
 

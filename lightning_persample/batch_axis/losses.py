@@ -22,7 +22,7 @@ from lightning_persample.batch_axis.base import (
     of_loss,
     propagation_rule,
 )
-from lightning_persample.batch_axis.observed import ObservedCall, Operand, line_of, user_line, user_place, version_of
+from lightning_persample.batch_axis.observed import ObservedCall, line_of, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum, with_weights
 from lightning_persample.gradients.host import on_its_way
@@ -191,10 +191,10 @@ def _shares_of_samples(call: ObservedCall, place: BatchAxis) -> Callable[[], Ten
         return None
     line = user_place()
     if line in READ_BY_SAMPLE:
-        found = _added_by_sample(_without_graph(call), place)
+        found = _added_by_sample(call.detached(), place)
         return lambda: found
     is_small = sum(operand.tensor.numel() for operand in call.operands) <= MOST_KEPT
-    kept = _without_graph(call) if is_small else None  # nothing large is kept before somebody has asked
+    kept = call.detached() if is_small else None  # nothing large is kept before somebody has asked
     versions = [version_of(operand.tensor) for operand in call.operands]
 
     def shares() -> Tensor | None:
@@ -213,11 +213,6 @@ def _added_by_sample(call: ObservedCall, place: BatchAxis) -> Tensor:
     with torch.no_grad():
         values = call.function(*entries.args, **entries.kwargs) * entries.share
     return batch_first(values, entries.axis, call.batch_size, fill=False).flatten(1).sum(1)
-
-
-def _without_graph(call: ObservedCall) -> ObservedCall:
-    """The same call on tensors that know nothing of how they were computed."""
-    return replace(call.on(lambda operand: Operand(operand.tensor.detach(), operand.axis)), outputs=())
 
 
 def _shape_of_entries(call: ObservedCall) -> torch.Size:

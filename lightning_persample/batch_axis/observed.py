@@ -101,6 +101,15 @@ class ObservedCall:
         operands = tuple(changed[id(operand.tensor)] for operand in self.operands)
         return replace(self, args=args, kwargs=kwargs, operands=operands, signature=None)
 
+    def detached(self) -> ObservedCall:
+        """The same call on tensors that know nothing of how they were computed."""
+        return replace(self.on(lambda operand: Operand(operand.tensor.detach(), operand.axis)), outputs=())
+
+    @property
+    def meets_a_weight(self) -> bool:
+        """Whether an operand that does not hold the batch has a gradient."""
+        return any(operand.axis is None and operand.tensor.requires_grad for operand in self.operands)
+
     @property
     def sample(self) -> int | None:
         """The one sample that all operands of the batch belong to, where single samples were taken out of it."""

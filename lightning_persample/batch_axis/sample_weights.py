@@ -8,7 +8,7 @@ wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import MEAN, averages, nodes_that_multiply, reduction_of
+from lightning_persample.batch_axis.added_up import MEAN, averages, factors_of, nodes_that_multiply, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall
@@ -116,47 +116,33 @@ def _fits(factor: Tensor, tensor: Tensor) -> bool:
 
 
 def after(call: ObservedCall, divisor: Tensor | None) -> SampleWeights | None:
-    """After a call on numbers that samples were added up to; `divisor`: what each row adds to a constant one, (B,)."""
-    with_gradient = [(tensor, mark) for tensor, mark in call.lost if tensor.requires_grad]
-    if not with_gradient or any(output.numel() != 1 for output in call.outputs):
-        return None
-    if any(tensor.numel() != 1 for tensor, _ in with_gradient):
-        return None
-    (number, mark), known = with_gradient[0], [mark.weights for _, mark in with_gradient if mark.weights is not None]
-    if not known:
+    """After a call on numbers that samples were added up to; `divisor`: what each adds to what divides them, (B,)."""
+    with_gradient = [(tensor, mark.weights) for tensor, mark in call.lost if tensor.requires_grad]
+    known = [(tensor, weights) for tensor, weights in with_gradient if weights is not None]
+    if not known or any(each.numel() != 1 for each in (*call.outputs, *(tensor for tensor, _ in with_gradient))):
         return None
     if call.op in ("add", "sub"):
-        alpha = float(call.kwargs.get("alpha", 1))
-        scaled = [each if tensor is call.args[0] else _scaled(each, alpha) for tensor, each in _weighed(with_gradient)]
-        return _together(scaled)
-    if len(with_gradient) > 1 or mark.weights is None:
+        factors = [factors_of(call, tensor) for tensor, _ in known]
+        return _together([_scaled(each, by[0]) for (_, each), by in zip(known, factors, strict=True) if by])
+    if len(with_gradient) > 1:
         return None
+    ((number, weights),) = known
     if call.op not in ("mul", "div") or call.kwargs:
-        return mark.weights
-    if call.op == "div" and call.args[0] is not number:
-        return None
+        return weights
     other = call.args[1] if call.args[0] is number else call.args[0]
     factor = float(other.detach()) if isinstance(other, Tensor) else float(other)
     if call.op == "div":
-        factor = 1 / factor if factor else math.nan
-    data = next((each for tensor, each in call.lost if tensor is other), None)
-    totals = divisor if data is None else data.totals
-    if data is None and totals is None:
-        return _scaled(mark.weights, factor)
-    if totals is None or call.op != "div" or mark.weights.is_obscured:
+        factor = 1 / factor if factor and other is not call.args[0] else math.nan
+    if divisor is None and len(call.lost) == 1:
+        return _scaled(weights, factor)
+    if divisor is None or call.op != "div" or weights.is_obscured or math.isnan(factor):
         return None
-    totals = totals.cpu().double()
-    more = [totals * factor, totals / totals.sum()]
-    there = mark.weights.candidates[0].isnan()
-    candidates = [each * factor for each in mark.weights.candidates]
-    laid = [torch.where(there, math.nan, each) for each in more if each.shape == there.shape]
-    return SampleWeights(_few([*laid[-1:], *candidates, *laid[:-1]]), is_known=True, of_mean=True) if laid else None
-
-
-def _weighed(pairs: Iterable[tuple[Tensor, Lost]]) -> Iterator[tuple[Tensor, SampleWeights]]:
-    for tensor, mark in pairs:
-        if mark.weights is not None:
-            yield tensor, mark.weights
+    totals = divisor.cpu().double()
+    there = weights.candidates[0].isnan()
+    if totals.shape != there.shape:
+        return None
+    some = [totals / totals.sum(), *(each * factor for each in weights.candidates), totals * factor]
+    return SampleWeights(_few(torch.where(there, math.nan, each) for each in some), is_known=True, of_mean=True)
 
 
 def _known(counts: Tensor, candidates: Sequence[Tensor], *, of_mean: bool = False) -> SampleWeights:

@@ -224,6 +224,16 @@ def test_an_average_over_as_many_entries_as_there_are_samples_is_no_mean_over_th
     assert record.weighting == ()
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+def test_a_sum_over_as_many_rows_as_there_are_entries_in_each_is_no_average(factor: float) -> None:
+    """The samples give unequal numbers of rows: each of them the sum over its own ones."""
+    module, x, rows = nn.Linear(D, 3), torch.randn(5, D), torch.tensor([0, 0, 1])
+    record = record_of(module, lambda m, x: m(x).square()[rows].sum() * factor, x, loss_reduction="sum")
+    assert (record.weighting, record.mixing, record.axis_lost) == ((), (), ())
+    expected = loop(module, lambda m, x: m(x).square().sum() * factor, (x,))["weight"][:2]
+    torch.testing.assert_close(record.grad_samples["weight"], expected * torch.tensor([2.0, 1.0])[:, None, None])
+
+
 MASKED: dict[str, Any] = {
     "sums": lambda loss, mask: (loss * mask).sum() / mask.sum(),
     "means": lambda loss, mask: (loss * mask).mean() / mask.mean(),

@@ -361,6 +361,10 @@ IN_A_FUNCTION = {
     "mean-by-a-count": ("mean", lambda losses: losses.sum() / (losses >= 0).sum()),
     "mean-by-a-bounded-count": ("mean", lambda losses: losses.sum() / (losses >= 0).sum().clamp(min=1)),
     "one-by-one": ("mean", one_by_one),
+    "sum-on-a-constant": ("sum", lambda losses: losses.new_zeros(()) + losses.sum()),
+    "sum-between-two": ("sum", lambda losses: torch.lerp(losses.sum(), 3 * losses.sum(), 0.3)),
+    "mean-and-a-share-of-another": ("mean", lambda losses: torch.add(losses.mean(), losses.mean(), alpha=0.3)),
+    "means-stacked": ("mean", lambda losses: torch.stack([losses.mean(), 3 * losses.mean()]).sum()),
 }
 
 
