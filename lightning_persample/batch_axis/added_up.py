@@ -48,8 +48,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
         parts = frozenset({call.batch_size if averages(call) else 1})
-        shares = _shares_of_sum(call) if all(axis.mixing is None for _, axis in call.located) else None
-        mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=shares)
+        mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=_shares_of_sum(call))
         return Followed((mark,) * len(call.outputs))
     counts = [axis.owner.counts(call.batch_size) for _, axis in with_gradient if axis.owner is not None]
     differ = [each for each in counts if not bool((each[each > 0] == each.max()).all())]
@@ -87,30 +86,37 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     one = len(samples) == 1 and not weighs
     mark = Lost(
         what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples,
-        shares=_shares_of_sum(call) if mixing is None else None,
+        shares=_shares_of_sum(call),
     )  # fmt: skip
     return of_loss(call, Followed((mark,) * len(call.outputs)), None if one else note)
 
 
-def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:
-    """What each sample adds to a sum or mean, (B, *shape of the output)."""
+def _rows_added(call: ObservedCall) -> Callable[..., Tensor] | None:
+    """Gives what each sample adds to a sum or mean of such values, (B, *shape of the output)."""
     if call.op not in ("sum", "mean") or len(call.operands) != 1 or not is_plain(call.operands[0].tensor):
         return None
     ((tensor, axis),), batch_size = call.located, call.batch_size
     dims = dims_argument(call.argument(1, "dim", "axis"), tensor.dim()) or tuple(range(tensor.dim()))
-    keepdim, share = call.outputs[0].dim() == tensor.dim(), 1.0
-    if averages(call):
-        share = call.outputs[0].numel() / max(tensor.numel(), 1)
+    keepdim = call.outputs[0].dim() == tensor.dim()
+    share = call.outputs[0].numel() / max(tensor.numel(), 1) if averages(call) else 1.0
 
-    def added(values: Tensor) -> Tensor:
+    def added(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         rows = batch_first(values, axis, batch_size, fill=False)
-        return rows.sum([dim + 1 for dim in dims], keepdim) * share
+        return rows.sum([dim + 1 for dim in dims], keepdim, dtype=dtype) * share
 
-    if tensor.numel() > MOST_KEPT:
-        with torch.no_grad():
-            found = added(tensor.detach())
+    return None if axis.mixing is not None else added
+
+
+def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:
+    """What each sample adds to a sum or mean, (B, *shape of the output)."""
+    added = _rows_added(call)
+    if added is None:
+        return None
+    kept = call.operands[0].tensor.detach()
+    if kept.numel() > MOST_KEPT:
+        found = added(kept)
         return lambda: found
-    kept, version = tensor.detach(), version_of(tensor)
+    version = version_of(kept)
     return lambda: added(kept) if version_of(kept) == version else None
 
 
@@ -327,10 +333,6 @@ def products_of(sizes: Sequence[int]) -> frozenset[int]:
 
 def _totals(call: ObservedCall) -> Tensor | None:
     """What each sample adds to a sum of data that has no axes left: (B,)."""
-    if call.op not in ("sum", "mean") or len(call.located) != 1 or call.outputs[0].dim():
-        return None
-    tensor, axis = call.located[0]
-    if axis.mixing is not None or tensor.is_complex() or tensor.numel() > _MOST:
-        return None
-    rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
-    return rows / max(tensor.numel(), 1) if averages(call) else rows
+    tensor, added = call.operands[0].tensor, _rows_added(call)
+    unfit = call.outputs[0].dim() or tensor.is_complex() or tensor.numel() > _MOST
+    return None if added is None or unfit else added(tensor, torch.float64)

@@ -24,7 +24,7 @@ from lightning_persample.batch_axis.added_up import absent, factors_of, is_share
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.batch_axis.base import Entries, Followed, listed, lists
 from lightning_persample.batch_axis.indexing import written_entries
-from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in, user_line, user_place, version_of
+from lightning_persample.batch_axis.observed import ObservedCall, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 from lightning_persample.batch_axis.sample_weights import after
 
@@ -107,8 +107,7 @@ def _shares_after(call: ObservedCall, output: int) -> Callable[[], Tensor | None
 
     def of_one(*rows: Tensor) -> Tensor:
         by_tensor = {id(tensor): row for (tensor, _), row in zip(kept.lost, rows, strict=True)}
-        one = kept.on(lambda each: Operand(by_tensor.get(id(each.tensor), each.tensor), None))
-        return tuple(tensors_in(one.function(*one.args, **one.kwargs)))[output]
+        return kept.again(lambda each: by_tensor.get(id(each.tensor), each.tensor))[output]
 
     def shares() -> Tensor | None:
         rows = [row for _, mark in kept.lost if mark.shares is not None and (row := mark.shares()) is not None]
@@ -155,7 +154,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         return stacked
     if len(added) == 1 and _leaves_as_is(call, added[0][0]):
         return Followed((first,) * len(call.outputs), by_values=True)
-    noted = next((mark for _, mark in added if mark.noted), None)
+    noted, of_several = next((mark for _, mark in added if mark.noted), None), any(mark.of_others for mark in marks)
     known = all(mark.samples for _, mark in added)
     samples = frozenset[int]().union(*(mark.samples for _, mark in added)) if known else frozenset[int]()
     divisor = _divisor(call)
@@ -163,8 +162,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
     is_listed = first.listed and call.op in _MOVES and len(marks) == 1
     of_data = not added or not (call.outputs[0].requires_grad or runs_unseen)
     if one is not None or noted is not None or of_data:
-        mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
-        mark = replace(mark, crossed=first.crossed if one is not None else any(other.of_others for other in marks))
+        own, is_crossed = (first.samples, first.crossed) if one is not None else (frozenset(), of_several)
+        mark = replace(first, samples=own, unplaced=unplaced, crossed=is_crossed)
         mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and added:
             mark = replace(mark, parts=_parts(call, added, divisor) or frozenset({1}))
@@ -192,7 +191,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         counts=frozenset().union(*(mark.counts for _, mark in added)),
     )  # fmt: skip
     if runs_unseen:
-        if not result.parts and any(mark.of_others for mark in marks):
+        if not result.parts and of_several:
             text = _NOT_A_SUM.format(name=call.name, line=user_line())
             result = replace(result, crossed=True, reason=first.reason if first.reduced is False else text)
         return Followed((result,) * len(call.outputs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from torch import Tensor
 from lightning_persample.batch_axis.added_up import products_of, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, entry_owners, picked, together
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
-from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in
+from lightning_persample.batch_axis.observed import ObservedCall, Operand
 from lightning_persample.batch_axis.ops import POINTWISE, having
-from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
-_KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
+_JOINS, _TOTALS = having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
 _MOVES = having("moves", "picks", "joins", "passes") - POINTWISE - {"setitem"}
 _AT_THEIR_PLACES = POINTWISE | having("entrywise")
 
@@ -35,7 +34,7 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
         return followed
     of_batch = [operand for operand in call.operands if operand.axis is not None]
     tensors = [*call.outputs, *(operand.tensor for operand in call.operands)]
-    if call.batch_size == 1 or call.op == "copy" or not all(map(_is_readable, tensors)):
+    if call.batch_size == 1 or call.op == "copy" or any(not is_plain(each) or each.is_meta for each in tensors):
         return followed
     entries = {id(operand.tensor): _entries_of(call, operand) for operand in of_batch}
     known = {key: each for key, each in entries.items() if each is not None}
@@ -72,10 +71,6 @@ def _are_sources(call: ObservedCall, of_batch: list[Operand]) -> bool:
     return not call.inplace and all(operand.tensor is call.args[0] for operand in of_batch)
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    return is_plain(tensor) and not tensor.is_meta
-
-
 def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
     """The sample of each entry of an operand of the batch, -1 where it is none's; None where that is not known."""
     place = operand.axis
@@ -86,21 +81,17 @@ def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
 
 def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None]:
     """The sample of each entry of the outputs: the same call moves the numbers of the samples."""
-    if call.op in _KEEPS:
-        return [next(iter(entries.values()))]
-    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
 
-    def moved(first: int) -> list[Tensor]:
-        numbers = [
-            _as_number(leaf) if own is None else (own.float() + first).masked_fill(own < 0, torch.nan).contiguous()
-            for leaf, own in zip(leaves, (entries.get(id(leaf)) for leaf in leaves), strict=True)
-        ]
-        args, kwargs = tree_unflatten(numbers, spec)
-        result: Any = call.function(*args, **kwargs)
-        return list(tensors_in(result))
+    def numbers(operand: Operand, first: int) -> Tensor:
+        """The numbers of the samples; a copy of what stands beside them, of the same dtype, unless it is an index."""
+        tensor, own = operand.tensor, entries.get(id(operand.tensor))
+        if own is not None:
+            return (own.float() + first).masked_fill(own < 0, torch.nan).contiguous()
+        return tensor.detach().to(torch.float32, copy=True) if tensor.is_floating_point() else tensor
 
     with torch.no_grad():  # (what stays as it is for other numbers is a constant)
-        pairs = list(zip(moved(1), moved(1 + call.batch_size), strict=True))
+        both = [call.again(partial(numbers, first=first)) for first in (1, 1 + call.batch_size)]
+    pairs = list(zip(*both, strict=True))
     if [one.shape for one, _ in pairs] != [output.shape for output in call.outputs]:
         return [None] * len(call.outputs)
     return [torch.where((two - one).abs() == call.batch_size, one.abs() - 1, -1).long() for one, two in pairs]
@@ -117,12 +108,6 @@ def _picked(call: ObservedCall, entries: Tensor) -> Tensor | None:
     if not isinstance(by, BatchAxis) or by.mixing is not None or of is None:
         return None
     return together([of, entry_owners(by, output.shape, call.batch_size, output.device)], output.shape)
-
-
-def _as_number(leaf: Any) -> Any:
-    """What stands beside the numbers of the samples: a copy of the same dtype, unless it is an index."""
-    is_value = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.detach().to(torch.float32, copy=True) if is_value else leaf
 
 
 def _placed(

@@ -65,6 +65,11 @@ class Followed:
     padding: Padding | None = None
     is_sure: bool = False
 
+    def with_known(self, **known: Any) -> Followed:
+        """The answer with more that is known of what has lost its axis."""
+        outputs = (replace(mark, **known) if isinstance(mark, Lost) else mark for mark in self.outputs)
+        return replace(self, outputs=tuple(outputs))
+
 
 @dataclass(frozen=True, eq=False)
 class Padding:

@@ -55,8 +55,7 @@ def follow(call: ObservedCall) -> Followed:
     notes = frozenset[Note]().union(*(mark.notes for _, mark in call.lost))
     notes |= {(kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind))}
     if notes:
-        outputs = (replace(mark, notes=notes) if isinstance(mark, Lost) else mark for mark in followed.outputs)
-        followed = replace(followed, outputs=tuple(outputs))
+        followed = followed.with_known(notes=notes)
     return weighed_by_rank(call, by_what_samples_give(call, followed))
 
 

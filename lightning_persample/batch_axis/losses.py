@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import MEAN, MOST_KEPT, absent, added_up, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
+from lightning_persample.batch_axis.axis import BatchAxis, SampleWeights, batch_first
 from lightning_persample.batch_axis.base import (
     Entries,
     Followed,
@@ -24,7 +24,7 @@ from lightning_persample.batch_axis.base import (
 )
 from lightning_persample.batch_axis.observed import ObservedCall, line_of, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
-from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum, with_weights
+from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum
 from lightning_persample.gradients.host import on_its_way
 
 _CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
@@ -48,12 +48,9 @@ def _follow_loss(call: ObservedCall) -> Followed:
     added = _added_up(call, by_entry, place)
     weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
     weighting = weighting or added.weighting
-    shares = _shares_of_samples(call, place)
-    added = replace(
-        added, outputs=tuple(replace(o, shares=shares) if isinstance(o, Lost) else o for o in added.outputs)
-    )
-    added = Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
-    return with_weights(added, _weights_in(call)) if call.compares_weights else added
+    known = _weights_in(call) if call.compares_weights else None
+    added = added.with_known(shares=_shares_of_samples(call, place), weights=known)
+    return replace(added, weighting=weighting, entries=lambda: _entries(call, place))
 
 
 def _weights_in(call: ObservedCall) -> SampleWeights | None:

@@ -101,6 +101,11 @@ class ObservedCall:
         operands = tuple(changed[id(operand.tensor)] for operand in self.operands)
         return replace(self, args=args, kwargs=kwargs, operands=operands, signature=None)
 
+    def again(self, change: Callable[[Operand], Tensor]) -> tuple[Tensor, ...]:
+        """What the call gives with other tensors in place of its operands."""
+        call = self.on(lambda operand: Operand(change(operand), None))
+        return tuple(tensors_in(call.function(*call.args, **call.kwargs)))
+
     def detached(self) -> ObservedCall:
         """The same call on tensors that know nothing of how they were computed."""
         return replace(self.on(lambda operand: Operand(operand.tensor.detach(), operand.axis)), outputs=())

@@ -21,7 +21,7 @@ from lightning_persample.batch_axis.base import (
 )
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.ops import OPS, having
-from lightning_persample.batch_axis.sample_weights import of_sum, with_weights
+from lightning_persample.batch_axis.sample_weights import of_sum
 
 _TOTALS = having("totals")
 _BEHIND_ANOTHER = ("norm", "topk", "transform")  # families that take `dim` as third argument, not as second
@@ -56,8 +56,7 @@ def _follow_reduction(call: ObservedCall) -> Followed:
     if dims is None or axis.dim in dims:
         if call.op not in _TOTALS:
             return lost(call, "reduces over the batch axis", mixes=True)
-        added = added_up(call)
-        return with_weights(added, of_sum(call)) if call.compares_weights else added
+        return added_up(call).with_known(weights=of_sum(call)) if call.compares_weights else added_up(call)
     behind = axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
     return Followed(tuple(axis if output.dim() == tensor.dim() else behind for output in call.outputs))
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import MEAN, averages, factors_of, nodes_that_multiply, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
-from lightning_persample.batch_axis.base import Followed, is_plain
+from lightning_persample.batch_axis.axis import BatchAxis, SampleWeights, batch_first
+from lightning_persample.batch_axis.base import is_plain
 from lightning_persample.batch_axis.observed import ObservedCall
 
 OTHER_WEIGHTS = "the weights that loss_reduction gives"
@@ -26,12 +26,6 @@ _MOST = 64  # candidates
 _MOST_FACTORS = 3  # of entries, of which every product may be a sample's weight
 _PICKS = ("Index", "MaskedSelect", "Select", "Slice", "Gather")
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
-
-
-def with_weights(followed: Followed, weights: SampleWeights | None) -> Followed:
-    """The same with what the samples weigh in the number that the samples were added up to."""
-    outputs = tuple(replace(mark, weights=weights) if isinstance(mark, Lost) else mark for mark in followed.outputs)
-    return replace(followed, outputs=outputs)
 
 
 def of_class_loss(call: ObservedCall, axis: BatchAxis, counted: Tensor, shares: Tensor) -> SampleWeights:
@@ -60,11 +54,10 @@ def of_sum(call: ObservedCall) -> SampleWeights | None:
     is_plain_sum = call.op in ("sum", "mean") and len(call.operands) == 1
     factors, is_known = _factors_within(tensor) if is_plain_sum else ([], False)
     found = [counts, torch.ones_like(counts)][:: 1 if is_mean else -1]
-    for number in range(1, len(factors or ()) + 1):
-        for some in combinations(factors or (), number):
-            product = math.prod(some[1:], start=some[0])
-            rows = batch_first(product.expand(tensor.shape).double(), axis, call.batch_size, fill=False)
-            found.append(rows.flatten(1).sum(1))
+    for some in (some for number in range(len(factors or ())) for some in combinations(factors or (), number + 1)):
+        product = math.prod(some[1:], start=some[0])
+        rows = batch_first(product.expand(tensor.shape).double(), axis, call.batch_size, fill=False)
+        found.append(rows.flatten(1).sum(1))
     divisor = float(tensor.numel()) if is_mean else 1.0
     weights = _known(counts, [each / divisor for each in found], of_mean=is_mean)
     return replace(weights, is_known=is_known, is_obscured=factors is None)
@@ -101,18 +94,14 @@ def _laid_over(factors: Sequence[Tensor], tensor: Tensor) -> list[Tensor] | None
     """Factors of the entries of a tensor, or of what its rows are sums of, as factors of these entries."""
     laid = []
     for factor in factors:
-        if factor.dim() <= tensor.dim() and _fits(factor, tensor):
+        sizes = zip(factor.shape[::-1], tensor.shape[::-1], strict=False)
+        if factor.dim() <= tensor.dim() and all(size in (1, other) for size, other in sizes):
             laid.append(factor)
         elif tensor.dim() == 1 and factor.dim() > 1 and factor.size(0) == tensor.size(0):
             laid.append(factor.flatten(1).sum(1))
         else:
             return None
     return laid if len(laid) <= _MOST_FACTORS and not any(map(torch.is_complex, laid)) else None
-
-
-def _fits(factor: Tensor, tensor: Tensor) -> bool:
-    sizes = zip(factor.shape[::-1], tensor.shape[::-1], strict=False)
-    return all(size in (1, other) for size, other in sizes)
 
 
 def after(call: ObservedCall, divisor: Tensor | None) -> SampleWeights | None:

@@ -269,7 +269,9 @@ class _Number:
             parts = self._parts_at(weight) if count == 1 else None  # (a mean may be written out)
             alone = None if parts and self._takes_all() else self._parts_of_alone(splits == 1)
             if alone is not None or self._takes_all() or self._is_separable(splits):
-                return parts or alone or self._parts_of_weights(weight, count), samples
+                found = self._parts_at(weight) | self._parts_at(weight * count)  # (where the terms may be either)
+                is_any = len(found) > 1 or self.batch_size < _CHOSEN
+                return parts or alone or (found | {UNKNOWN} if is_any else found), samples
             return None  # (which of a sample's entries are chosen is up to the others)
         if not self._is_separable(splits):
             return None
@@ -277,11 +279,6 @@ class _Number:
         if parts is None and not self._weighs_alike(is_linear):
             return (None, samples) if is_linear else None  # (numbers that are no sample's may differ beside them)
         return parts or frozenset(), samples
-
-    def _parts_of_weights(self, weight: float, count: int) -> frozenset[int]:
-        """The parts, where each of so many entries of a sample weighs so much; also `UNKNOWN` where they may be any."""
-        found = self._parts_at(weight) | self._parts_at(weight * count)
-        return found if len(found) < 2 and self.batch_size >= _CHOSEN else found | {UNKNOWN}
 
     def _weighs_alike(self, is_linear: bool) -> bool:
         """Whether each sample has the same gradient where all hold the same."""
@@ -331,7 +328,7 @@ class _Number:
                 changes = self._changes([*map(torch.where, moves, others, self.values)])
                 if changes is None and must_be_defined:
                     return False
-                if changes is not None and not self._is_rounding(*map(_where_not, changes, moves)):
+                if changes is not None and not self._is_rounding(*(c[~m] for c, m in zip(changes, moves, strict=True))):
                     return False
         return True
 
@@ -384,10 +381,6 @@ class _Number:
 
     def _drawn(self, like: Tensor) -> Tensor:
         return torch.rand(like.shape, generator=self._random, dtype=like.dtype).to(like.device)
-
-
-def _where_not(changes: Tensor, moves: Tensor) -> Tensor:
-    return changes[~moves]
 
 
 def _gradients(computed: Computed, values: Sequence[Tensor], alone: bool = False) -> list[Tensor]:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, one_entry
 from lightning_persample.batch_axis.base import Followed, beside_lost, keep, lost, propagation_rule
-from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
+from lightning_persample.batch_axis.observed import ObservedCall, Operand
 from lightning_persample.batch_axis.ops import having
 from lightning_persample.rules import generators_kept
-from lightning_persample.torch_internals import tree_map
 
 _UNSEEN = having("unseen")
 _SHOWN: dict[Hashable, Followed] = {}  # by signature
@@ -70,20 +69,17 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
 def _try_on(call: ObservedCall, axis: BatchAxis, entry: int, laid: bool) -> tuple[BatchAxis, ...] | str:
     """The axis of each output, found on one entry alone, or what speaks against it."""
 
-    def alone(leaf: object) -> object:
-        where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
-        if laid and isinstance(leaf, Tensor) and _is_laid(leaf, call, axis):
-            where = axis
-        if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
-            return leaf
-        return one_entry(leaf, where, call.batch_size, entry).detach()
+    def alone(operand: Operand) -> Tensor:
+        where = axis if laid and _is_laid(operand.tensor, call, axis) else operand.axis
+        if not isinstance(where, BatchAxis):
+            return operand.tensor
+        return one_entry(operand.tensor, where, call.batch_size, entry).detach()
 
     try:
         with torch.no_grad(), generators_kept(operand.tensor for operand in call.operands):
-            result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
+            parts = call.again(alone)
     except Exception as error:  # whatever an op of the user's raises, which the reason names
         return f"cannot be followed ({type(error).__name__} on one sample alone)"
-    parts = tuple(tensors_in(result))
     if len(parts) != len(call.outputs):
         return "gives another number of outputs for one sample alone"
     placed = [_place(call, whole, part, axis, entry) for whole, part in zip(call.outputs, parts, strict=True)]

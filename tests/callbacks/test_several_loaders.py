@@ -53,6 +53,11 @@ LOSSES = {
     "one network": (joined, 1.0),
     "added in place": (one_by_one, 1.0),
     "stacked": (lambda m, a, b: torch.stack([m.of_labelled(a).mean(), m.of_more(b).mean()]).sum(), 1.0),
+    "side by side": (lambda m, a, b: torch.hstack([m.of_labelled(a).mean(), m.of_more(b).mean()]).sum(), 1.0),
+    "a product with ones": (
+        lambda m, a, b: torch.stack([m.of_labelled(a).mean(), m.of_more(b).mean()]) @ torch.ones(2),
+        1.0,
+    ),
     "with a weight": (lambda m, a, b: m.of_labelled(a).mean() + 0.6 * m.of_more(b).mean(), 0.6),
     "a sum that is divided": (lambda m, a, b: m.of_labelled(a).sum() / len(a[0]) + m.of_more(b).mean() / 2, 0.5),
     "one mean over all": (lambda m, a, b: torch.cat([m.of_labelled(a), m.of_more(b)]).mean(), 1.0),
