@@ -67,20 +67,17 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
     if parts and not mean and not any(tensor.numel() for tensor, _ in with_gradient):  # (nothing is a part of any sum)
         parts |= {call.batch_size}
-    note = mixing
-    scale = 1.0
+    note, found = mixing, [*_factors_within(call)] if parts and not (weighs or mean) else []
     if weighs and parts:
-        factors = factors_beside(call)
-        by_sample = factors is not None and len(factors) > 1  # (one number for all may be a scale of the user's)
-        parts = scaled(parts, factors, size, call.batch_size, frozenset(), divides=by_sample)
-        if factors is None or len(set(factors)) > 1:
-            parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+        factors = factors_beside(call) or []
+        if len(set(factors)) == 1:
+            found = [(factors[0], len(factors) > 1)]  # (one number for all may be a scale of the user's)
         else:
-            scale = factors[0] if factors else scale
-    elif parts and not mean:
-        for factor, by_sample in _factors_within(call):
-            parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
-            scale *= factor
+            parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+    for factor, by_sample in found:
+        inside = frozenset[int]() if weighs else _counts(call)
+        parts = scaled(parts, [factor], size, call.batch_size, inside, divides=by_sample)
+    scale = math.prod(factor for factor, _ in found)
     if note is None and uneven and (mean or is_share(scale, uneven, _counts(call))):
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs

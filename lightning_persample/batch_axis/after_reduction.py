@@ -24,8 +24,8 @@ from lightning_persample.batch_axis.added_up import absent, factors_of, is_share
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.batch_axis.base import Entries, Followed, listed, lists
 from lightning_persample.batch_axis.indexing import written_entries
-from lightning_persample.batch_axis.observed import ObservedCall, user_line, user_place, version_of
-from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_line, user_place, version_of
+from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.batch_axis.sample_weights import after
 
 _ADDS, _SUMS, _PICKS, _BOUNDS = having("adds", "chooses"), having("sums"), having("picks"), having("bounds")
@@ -50,6 +50,7 @@ def copied(mark: Lost, copy: Tensor) -> Lost:
 
 def after_reduction(call: ObservedCall) -> Followed:
     """Follow a call whose only operands of the batch hold it along no axis."""
+    call = _counted(call) if call.op == "mul" and len(call.lost) == 2 else call
     written = written_entries(call) if call.op == "setitem" or len(call.lost) > 1 else None
     one = {mark.alone for _, mark in call.lost}
     if written is not None and (None in one or len(one) > 1 or _says_where(call)):
@@ -66,6 +67,13 @@ def after_reduction(call: ObservedCall) -> Followed:
     )
     followed = replace(followed, outputs=tuple(places))
     return _by_sample(call, followed) if call.meets_a_weight and torch.is_grad_enabled() else followed
+
+
+def _counted(call: ObservedCall) -> ObservedCall:
+    """The call where the number of samples in a sum over some, counted in the batch, is a number as any other."""
+    sizes = {len(mark.samples) or call.batch_size for tensor, mark in call.lost if tensor.requires_grad}
+    counts = [o for o in call.operands if _is_index(o.tensor) and o.tensor.numel() == 1 and int(o.tensor) in sizes]
+    return replace(call, operands=tuple(Operand(o.tensor, None) if o in counts else o for o in call.operands))
 
 
 def _says_where(call: ObservedCall) -> bool:
@@ -349,7 +357,7 @@ def _new_axis(call: ObservedCall) -> int | None:
 
 def _adds_up(call: ObservedCall, operands: int) -> bool:
     """Whether an entry of the output is a sum over entries that may be of several samples."""
-    of_loss = call.op in _ENTRYWISE_LOSSES and reduction_of(call) != 0 and str(call.op) in LOSSES
+    of_loss = call.op in _ENTRYWISE_LOSSES and reduction_of(call) != 0
     return call.op in _SUMS or of_loss or (_adds(call) and operands > 1)
 
 

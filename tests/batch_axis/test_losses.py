@@ -301,6 +301,28 @@ def test_means_over_parts_of_the_batch_times_their_sizes_raise_no_alarm_however_
         assert record.weighting == ()
 
 
+BY_CLASS: dict[str, Callable[..., Tensor]] = {  # of the losses, whose they are, and their number
+    "counts": lambda each, own, count: each[own].mean() * own.sum(),
+    "counted-places": lambda each, own, count: own.count_nonzero() * each[own].mean(),
+    "counted-numbers": lambda each, own, count: each[own].mean() * count,
+    "numbers": lambda each, own, count: each[own].mean() * int(count),
+    "sums": lambda each, own, count: each[own].sum(),
+}
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 0, 1], [0, 0, 0, 1], [2, 2, 2, 2, 2], [0, 1, 1, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("name", BY_CLASS)
+def test_losses_added_up_by_class_are_exact(name: str, labels: list[int]) -> None:
+    """Each mean times the number of its samples, as the step counts them."""
+
+    def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        each, classes = F.cross_entropy(m(x), y, reduction="none"), zip(*y.unique(return_counts=True), strict=True)
+        return sum(BY_CLASS[name](each, y == label, count) for label, count in classes) / len(x)
+
+    record = assert_exact(nn.Linear(D, D), loss, (torch.randn(len(labels), D), torch.tensor(labels)))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
 @pytest.mark.parametrize("batch_size", [2, 3, 5])
 def test_a_sum_over_some_samples_is_divided_by_the_number_of_all_however_many_these_are(batch_size: int) -> None:
     module = nn.Linear(D, D)
