@@ -97,6 +97,7 @@ def _follow_getitem(call: ObservedCall) -> Followed:
         one = _alone(call, index)
         if index is not item and not (mark.listed and is_listed) and (one is None or bool((rows != one).any())):
             return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))
+    chosen = chosen or next((mark.mixing for index, mark in indices if index is item), None)
     own = picked(lines[0], rows, call.batch_size, source.mixing or chosen)
     others = [(i, mark) for i, mark in indices if i is not item]
     return _through_indices(call, place, [(item, own), *others])

@@ -299,7 +299,7 @@ def _follow_select(call: ObservedCall) -> Followed:
     if call.op == "narrow":
         return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
     if call.op == "index_select":
-        return _rows(call, axis, dim, owners[index])
+        return _rows(call, axis.mixed(call.mixing), dim, owners[index])
     if call.op == "unfold":
         return lost(call, "puts several samples into one row")
     if isinstance(index, Tensor) and call.axis_of(index) is not None:

@@ -991,3 +991,22 @@ def test_a_bound_that_the_batch_sets_is_said_whatever_is_chosen_by_it(name: str,
     for _ in range(2):  # the second step has plans
         record = record_of(nn.Linear(6, 4), loss, vectors())
         assert (*record.mixing, *record.weighting) != ()
+
+
+PICKING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda z, above: z[above],
+    "masked_select": lambda z, above: z.masked_select(above),
+    "tuple": lambda z, above: z[above.nonzero(as_tuple=True)],
+    "where": lambda z, above: z[torch.where(above)],
+    "table": lambda z, above: (lambda places: z[places[:, 0], places[:, 1]])(above.nonzero()),
+    "flat": lambda z, above: z.flatten()[above.flatten().nonzero().flatten()],
+    "index_select": lambda z, above: z.flatten().index_select(0, above.flatten().nonzero().flatten()),
+}
+
+
+@pytest.mark.parametrize("name", PICKING)
+def test_entries_of_a_sample_that_a_bound_of_the_batch_picks_are_said(name: str) -> None:
+    torch.manual_seed(0)
+    loss = lambda m, x: (lambda z: PICKING[name](z, z > z.mean()).square().sum() / len(z))(m(x))  # noqa: E731
+    record = record_of(nn.Linear(6, 4), loss, vectors())
+    assert any("combines samples with a value" in text for text in (*record.mixing, *record.weighting))
