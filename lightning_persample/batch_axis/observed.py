@@ -248,9 +248,19 @@ def line_of(place: tuple[str, int] | None) -> str:
 
 
 @functools.cache
-def is_own(filename: str) -> bool:
-    """Whether a file is one of torch's or of this package's."""
-    return filename.startswith(_OWN_FOLDERS)
+class _OwnFiles(dict[str, bool]):
+    """By name of a file whether it is one of torch's or of this package's."""
+
+    def __missing__(self, filename: str) -> bool:
+        if len(self) >= _MOST_FILES:
+            self.clear()
+        self[filename] = found = filename.startswith(_OWN_FOLDERS)
+        return found
+
+
+_MOST_FILES = 4096
+is_own: Callable[[str], bool] = _OwnFiles().__getitem__  # (a step asks hundreds of times)
+"""Whether a file is one of torch's or of this package's."""
 
 
 def user_place() -> tuple[str, int] | None:

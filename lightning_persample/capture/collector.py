@@ -374,14 +374,14 @@ class Collector:
         self.nodes = WatchedNodes(self.marks)  # where gradients of weights pass
         self.notes = Notes(self)  # what there is to say
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
-        kinds: set[str] = set()
+        devices: set[torch.device] = set()
         entries = self.marks.entries  # (filled without a call for each: a model has hundreds)
         for name, parameter in weights.items():
             weight = object.__new__(Weight)
             weight.names, weight.tensor = frozenset((name,)), parameter
             self.weights.append(weight)
             entries[id(parameter)] = weakref.ref(parameter), weight
-            kinds.add(parameter.device.type)
+            devices.add(parameter.device)
         for buffer in buffers:
             entries[id(buffer)] = weakref.ref(buffer), KNOWN
         self.refused: dict[str, str] = {}  # by parameter the reason why it has no values
@@ -408,7 +408,9 @@ class Collector:
         self.noted: dict[tuple[str, str], set[Node]] = {}  # the nodes of what notes hold of, by their kind and text
         self.excuses: dict[tuple[str, str], set[Node]] = {}  # the nodes below which they do not hold
         # of squared norms, until the backward has ended; None where they are corrected at once
-        self.corrections: deque[tuple[list[Weight], Later]] | None = deque() if kinds & ASYNCHRONOUS else None
+        self.corrections: deque[tuple[list[Weight], Later]] | None = (
+            deque() if any(device.type in ASYNCHRONOUS for device in devices) else None
+        )
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""

@@ -615,10 +615,11 @@ class Capture:
             asked["square_sums"] = {name: values.square_sums[name] for name in reached}
         kept = values.kept(reached, own, self._quantities) if OF_KEPT & self._quantities else None
         found = values.sq_norms
+        are_all = tuple(found) == tuple(reached)
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
-            sq_norms=found if tuple(found) == tuple(reached) else sq_norms_of(reached, found, kept),
+            sq_norms=found if are_all else sq_norms_of(reached, found, kept),
             coverage=coverage.share,
             **asked,
             unsupported=coverage.unsupported,
@@ -634,6 +635,7 @@ class Capture:
             _own=own,
             _weighted_square_sums=values.weighted_square_sums,
             _kept=kept,
+            _rows=values.rows if are_all else None,
         )
 
 

@@ -274,20 +274,14 @@ class _WhileAnyIsInside:
 
 def _not_counted() -> Callable[[], None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
-    backward, compiler = torch.autograd.backward, torch.compile
-    references, offers = vars(torch.utils)["weakref"], tuple(map(_OFFER, OFFERING))
-    take_back = partial(_counted, asked, backward, compiler, references, offers)
+    offers = tuple(map(_OFFER, OFFERING))
+    replaced, stand_ins = _stand_ins(
+        asked, torch.autograd.backward, torch.compile, vars(torch.utils)["weakref"], Tensor.set_, offers
+    )
+    take_back = partial(_counted, replaced)
     try:
-        torch.compile = _unseen_control_flow(compiler)
-        vars(torch.utils)["weakref"] = _references(references)
-        torch.overrides.has_torch_function = _without_observers(asked)
-        Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
-        for part in _PARTS:
-            setattr(Tensor, part.__name__, part)
-        if "handle_torch_function" not in backward.__code__.co_names:
-            torch.autograd.backward = _offered(backward)
-        for module, offer in zip(OFFERING, offers, strict=True):
-            module.handle_torch_function = _offered_at_once(offer)
+        for owner, name, value in stand_ins:
+            setattr(owner, name, value)
     except BaseException:
         take_back()
         raise
@@ -295,13 +289,28 @@ def _not_counted() -> Callable[[], None]:
 
 
 _OFFER = attrgetter("handle_torch_function")
+_Attributes: TypeAlias = "tuple[tuple[Any, str, Any], ...]"
 
 
-def _counted(asked: Any, backward: Any, compiler: Any, references: Any, offers: Any) -> None:
-    torch.overrides.has_torch_function, torch.autograd.backward, torch.compile = asked, backward, compiler
-    vars(torch.utils)["weakref"] = references
-    for module, offer in zip(OFFERING, offers, strict=True):
-        module.handle_torch_function = offer
+@functools.cache
+def _stand_ins(
+    asked: Any, backward: Any, compiler: Any, references: Any, set_: Any, offers: Any
+) -> tuple[_Attributes, _Attributes]:
+    """What is replaced while calls are offered, by owner and name, and by what."""
+    replaced: list[tuple[Any, str, Any]] = [(torch, "compile", compiler), (torch.utils, "weakref", references)]
+    replaced += [(torch.overrides, "has_torch_function", asked), (torch.autograd, "backward", backward)]
+    replaced += [(module, "handle_torch_function", offer) for module, offer in zip(OFFERING, offers, strict=True)]
+    stand_ins = [_unseen_control_flow(compiler), _references(references), _without_observers(asked)]
+    stand_ins.append(backward if "handle_torch_function" in backward.__code__.co_names else _offered(backward))
+    stand_ins += map(_offered_at_once, offers)
+    places = [(owner, name, stand_in) for (owner, name, _), stand_in in zip(replaced, stand_ins, strict=True)]
+    places += [(Tensor, "set_", _offered(set_)), *((Tensor, part.__name__, part) for part in _PARTS)]
+    return tuple(replaced), tuple(places)
+
+
+def _counted(replaced: _Attributes) -> None:
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
         if name in vars(Tensor):
             delattr(Tensor, name)

@@ -290,10 +290,10 @@ class WatchedParameters:
         self._adopted.append(self._note_arrival(tensor, name))
         return weight
 
-    def trainable(self) -> dict[str, int]:
-        """Number of entries of each trainable parameter."""
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters that have a shape."""
         return {
-            name: parameter.numel()
+            name: parameter
             for name, parameter in self._parameters.items()
             if parameter.requires_grad and not isinstance(parameter, UninitializedTensorMixin)
         }

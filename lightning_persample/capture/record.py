@@ -23,7 +23,7 @@ from lightning_persample.gradients import Projection, SampleGradient, kernel_opt
 from lightning_persample.gradients.cost import current_options
 from lightning_persample.gradients.moments import Moments
 from lightning_persample.gradients.together import dots
-from lightning_persample.torch_internals import version_counter
+from lightning_persample.torch_internals import version_counter, view_base
 
 OF_KEPT = frozenset({"dot", "projection"})
 """The quantities for which gradients are kept after the backward."""
@@ -368,6 +368,7 @@ class PerSampleRecord:
     why_no_factor: str = ""
     _kept: KeptGradients | None = field(default=None, repr=False)
     _own: OwnScale | None = field(default=None, repr=False)
+    _rows: Tensor | None = field(default=None, repr=False)  # (parameters, B), where the squared norms are its rows
     _weighted_square_sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     sample_index: SampleIndex = None
     _sums_by_version: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -432,10 +433,13 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
-        values = list(self.sq_norms.values())
-        versions = sum(map(version_counter, values))  # a reader may have changed them in place
+        values, rows = list(self.sq_norms.values()), self._rows
+        if rows is not None and (len(rows) != len(values) or any(view_base(each) is not rows for each in values)):
+            rows = None  # (the record is of some of these parameters)
+        # a reader may have changed them in place
+        versions = sum(map(version_counter, values)) if rows is None else version_counter(rows)
         if versions not in self._sums_by_version:
-            self._sums_by_version[versions] = _sum(values, self.num_values)
+            self._sums_by_version[versions] = _sum(values, self.num_values) if rows is None else rows.sum(0)
         return self._sums_by_version[versions].sqrt()  # what one reader does to its own is nothing to the others
 
     def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -584,7 +588,7 @@ class Coverage:
 
 
 def classify(
-    sizes: Mapping[str, int],
+    parameters: Mapping[str, Tensor],
     got_gradient: Collection[str],
     reported: Collection[str],
     refused: Mapping[str, str],
@@ -592,14 +596,14 @@ def classify(
     outside: Callable[[], str] = lambda: OUTSIDE + _PENALTY,
 ) -> Coverage:
     """Sort the trainable parameters; one that a penalty of weights alone has reached, and nothing else, is unused."""
-    if not refused and len(reported) == len(sizes):
-        return Coverage(tuple(sizes), {}, (), 1.0)
-    unsupported = {name: refused[name] for name in sizes if name in refused}
+    if not refused and len(reported) == len(parameters):
+        return Coverage(tuple(parameters), {}, (), 1.0)
+    unsupported = {name: refused[name] for name in parameters if name in refused}
     known = {*reported, *refused, *penalized}
-    unsupported |= {name: outside() for name in sizes if name in got_gradient and name not in known}
-    reached = tuple(name for name in sizes if name in reported and name not in unsupported)
-    unused = tuple(name for name in sizes if name not in reported and name not in unsupported)
-    with_values, without = (sum(sizes[name] for name in names) for names in (reached, unsupported))
+    unsupported |= {name: outside() for name in parameters if name in got_gradient and name not in known}
+    reached = tuple(name for name in parameters if name in reported and name not in unsupported)
+    unused = tuple(name for name in parameters if name not in reported and name not in unsupported)
+    with_values, without = (sum(parameters[name].numel() for name in names) for names in (reached, unsupported))
     share = with_values / (with_values + without) if with_values + without else 1.0
     return Coverage(reached, unsupported, unused, share)
 

@@ -31,6 +31,7 @@ class Values:
     """By parameter what was asked for, of each sample's own loss."""
 
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None  # all of these, (parameters, B), where they lie together
     grad_samples: dict[str, Tensor] = field(default_factory=dict)
     square_sums: dict[str, Tensor] = field(default_factory=dict)
     weighted_square_sums: dict[str, Tensor] = field(default_factory=dict)  # of B w_i g_i, where w_i differ
@@ -116,8 +117,10 @@ def read_values(
     for name, sq_norm in sq_norms.items():
         alike.setdefault((sq_norm.dtype, watched.weights[name].tensor.dtype, sq_norm.device), []).append(name)
     for (_, dtype, _), same in alike.items():
-        rows = in_gradient_dtype(dtype, own.own(torch.stack([sq_norms[name] for name in same]), power=2, dim=1))
+        rows = own.own(torch.stack([sq_norms[name] for name in same]), power=2, dim=1)
+        rows = in_gradient_dtype(dtype, rows)
         values.sq_norms.update(zip(same, rows.unbind(), strict=True))
+        values.rows = rows if len(alike) == 1 else None
     return values
 
 

@@ -241,7 +241,7 @@ class Delivery:
         for target in self._gradients:
             reached = [target.name] if target in totals else []
             refused = {target.name: reasons[target]} if target in reasons else {}
-            missing = classify({target.name: target.original.numel()}, [target.name], reached, refused).unsupported
+            missing = classify({target.name: target.original}, [target.name], reached, refused).unsupported
             lines += [f"- `{name}`: {reason}" for name, reason in missing.items()]
         if lines:
             raise UnsupportedError(
