@@ -84,9 +84,12 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
             return lost(call, "has bags that no one sample fills; put the offsets into the batch", mixes=None)
     else:
         return lost(call, "has bags that do not belong to samples one by one", mixes=None)
-    marks = [own, call.axis_of(weights) if weights is not None else None]
-    mixing = next((mark.mixing for mark in marks if isinstance(mark, BatchAxis) and mark.mixing), None)
-    along_rows = picked(0, owners[bag_of_row], call.batch_size, mixing)
+    marks = [own, None if weights is None else call.axis_of(weights)]
+    followed, of_rows = [mark for mark in marks if isinstance(mark, BatchAxis)], owners[bag_of_row]
+    if any(not torch.equal(row_owners(mark, call.batch_size, rows.device), of_rows) for mark in followed):
+        return lost(call, "has rows or weights of other samples in a bag", mixes=True)
+    mixing = next((mark.mixing for mark in followed if mark.mixing), None)
+    along_rows = picked(0, of_rows, call.batch_size, mixing)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return along_rows if tensor is rows or tensor is weights else None

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, beyond, keep, lost, padded, propagation_rule
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.batch_axis.base import Followed, beyond, keep, lost, meeting, padded, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 from lightning_persample.torch_internals import padded_length
 
@@ -88,7 +88,20 @@ def _follow_pack(call: ObservedCall) -> Followed:
     steps = torch.arange(data.size(1 if batch_first else 0), device=owners.device)
     present = steps[:, None] < lengths.to(owners.device)[None]
     rows = owners[None].expand(len(steps), -1)[present]
-    return Followed((picked(0, rows, call.batch_size, axis.mixing), None))
+    mixing = axis.mixing or _why_of_others(call, lengths, owners)
+    return Followed((picked(0, rows, call.batch_size, mixing), None))
+
+
+def _why_of_others(call: ObservedCall, lengths: Tensor, owners: Tensor) -> str | None:
+    """Why the lengths (B,) of sequences are not those of the samples `owners` (B,), as far as it is known."""
+    where, own = call.axis_of(lengths), None
+    if isinstance(where, BatchAxis):
+        if where.mixing is not None:
+            return where.mixing
+        own = row_owners(where, call.batch_size)
+    elif isinstance(where, Lost):
+        own = where.entries
+    return None if own is None or torch.equal(own.cpu(), owners.cpu()) else meeting(call)
 
 
 @propagation_rule("unpack")

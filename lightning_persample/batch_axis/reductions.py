@@ -71,14 +71,18 @@ def _follow_extremum(call: ObservedCall) -> Followed:
 @propagation_rule("topk", by_layout=True)
 @propagation_rule("transform", by_layout=True)
 def _follow_scan(call: ObservedCall) -> Followed:
-    (_, axis), dims = call.located[0], _dims(call)
+    (tensor, axis), dims = call.located[0], _dims(call)
     if dims is not None and axis.dim not in dims:
         return keep(call, axis)
     followed = lost(call, "works along the batch axis", mixes=True)
     if OPS[call.op].family not in ("sort", "topk"):
         return followed
     pairs = zip(followed.outputs, call.outputs, strict=True)
-    places = (replace(mark, orders=not output.is_floating_point()) for mark, output in pairs if isinstance(mark, Lost))
+    places = [replace(mark, orders=not output.is_floating_point()) for mark, output in pairs if isinstance(mark, Lost)]
+    if call.op == "sort" and tensor.dim() == 1:  # as of lengths, which stay those of their samples
+        owners = row_owners(axis, call.batch_size, tensor.device)[call.outputs[1]]
+        owners = owners if axis.mixing is None else torch.full_like(owners, -1)
+        places[0] = replace(places[0], entries=owners)
     return replace(followed, outputs=tuple(places))
 
 

@@ -320,9 +320,6 @@ def _follow_gather(call: ObservedCall) -> Followed:
         own = into_own_rows(call, target, dim, call.argument(2, "index"), source)
     if own is not None:
         return own
-    if _is_listed(call, target, dim):
-        (_, axis), *_ = call.located
-        return keep(call, axis)
     if dim is None or call.lost:
         return _written(call, "takes places that are not known to stay within a sample")
     dim = int(dim) % max(target.dim(), 1)
@@ -348,15 +345,6 @@ def _follow_gather(call: ObservedCall) -> Followed:
 
 def _written(call: ObservedCall, what: str) -> Followed:
     return written_entries(call) or lost(call, what, mixes=None)
-
-
-def _is_listed(call: ObservedCall, target: Tensor, dim: int | None) -> bool:
-    """Whether each row of the batch is gathered from by a row of places that a program has listed."""
-    if call.op != "gather" or dim is None or len(call.located) != 1 or len(call.lost) != 1:
-        return False
-    ((tensor, axis),), ((index, mark),) = call.located, call.lost
-    is_index = tensor is target and index is call.argument(2, "index") and axis.dim != int(dim) % target.dim()
-    return is_index and not mark.of_others and index.size(axis.dim) == target.size(axis.dim)
 
 
 def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:

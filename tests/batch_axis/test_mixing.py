@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.errors import PerSampleWarning
@@ -1010,3 +1011,64 @@ def test_entries_of_a_sample_that_a_bound_of_the_batch_picks_are_said(name: str)
     loss = lambda m, x: (lambda z: PICKING[name](z, z > z.mean()).square().sum() / len(z))(m(x))  # noqa: E731
     record = record_of(nn.Linear(6, 4), loss, vectors())
     assert any("combines samples with a value" in text for text in (*record.mixing, *record.weighting))
+
+
+def packed(x: Tensor, lengths: Tensor) -> Any:
+    return pack_padded_sequence(x[:, :, None], lengths.cpu(), batch_first=True, enforce_sorted=False)
+
+
+def sorted_and_packed(x: Tensor, lengths: Tensor) -> Any:
+    lengths, order = lengths.sort(descending=True)
+    return pack_padded_sequence(x[order][:, :, None], lengths, batch_first=True)
+
+
+def ordered_and_packed(x: Tensor, lengths: Tensor) -> Any:
+    order = lengths.argsort(descending=True)
+    return pack_padded_sequence(x[order][:, :, None], lengths[order].cpu(), batch_first=True)
+
+
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "own": lambda lengths: lengths,
+    "of-others": lambda lengths: lengths.roll(1),
+    "of-two": lambda lengths: torch.maximum(lengths, lengths.flip(0)),
+    "up-to-the-median": lambda lengths: torch.minimum(lengths, lengths.median()),
+}
+
+
+@pytest.mark.parametrize("pack", [packed, sorted_and_packed, ordered_and_packed])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_of_other_samples_are_said(name: str, pack: Callable[..., Any]) -> None:
+    module, x, lengths = nn.GRU(1, 3, batch_first=True), vectors(), torch.tensor([2, 6, 3, 1, 4])
+
+    def loss(m: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        return m(pack(x, LENGTHS[name](lengths)))[1][0].square().sum(1).mean()
+
+    record = record_of(module, loss, x, lengths)
+    if name == "own":
+        assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+        assert_values(record, loop(module, loss, (x, lengths)))
+    else:
+        assert record.mixing or record.axis_lost or record.weighting
+
+
+@pytest.mark.parametrize("name", ["own", "of-others"])
+def test_weights_of_the_rows_of_bags_that_are_other_samples_are_said(name: str) -> None:
+    bags, tokens, weights = nn.EmbeddingBag(7, 3, mode="sum"), torch.randint(0, 7, (B, 2)), torch.rand(B, 2)
+
+    def loss(m: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
+        weights = weights if name == "own" else weights.roll(1, 0)
+        return m(tokens, per_sample_weights=weights).square().sum(1).mean()
+
+    record = record_of(bags, loss, tokens, weights)
+    assert bool(record.axis_lost or record.mixing or record.unsupported) == (name == "of-others")
+    if name == "own":
+        assert_values(record, loop(bags, loss, (tokens, weights)))
+
+
+def test_places_among_sorted_numbers_of_another_sample_are_said() -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        h = m(x)
+        return h.gather(1, torch.searchsorted(x.roll(1, 0).sort(1).values, h.detach()).clamp(max=5)).square().mean()
+
+    record = record_of(nn.Linear(6, 6), loss, vectors())
+    assert record.axis_lost or record.mixing or record.coverage < 1
