@@ -101,13 +101,15 @@ def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
     outputs, differs = list(followed.outputs), False
     for place in places:
         mark = outputs[place]
-        weights = _weights_after(call, mark) * (not (in_parts or unknown))
+        found = None if in_parts or unknown else _weights_after(call, mark)
+        weights = torch.zeros(call.batch_size, device="cpu") if found is None else found
         known = weights[weights != 0]
         is_even = bool((known - known.mean()).abs().max() <= _SAME * known.abs().max()) if len(known) else True
         differs |= not is_even
         if isinstance(mark, Lost):
-            is_whole = mark.noted or (mark.reduced is True and is_even and len(known) in (0, call.batch_size))
-            outputs[place] = replace(mark, by_rank=None if is_whole else weights)
+            is_whole = mark.reduced is True and is_even and len(known) in (0, call.batch_size)
+            is_open = mark.noted or (found is None and bool(mark.reduced or mark.samples))
+            outputs[place] = replace(mark, by_rank=None if is_whole or is_open else weights)
     followed = replace(followed, outputs=tuple(outputs))
     if not differs or any(kind == "weighting" for _, mark in call.lost for kind, _ in mark.notes):
         return followed
@@ -125,14 +127,16 @@ def _with_places(call: ObservedCall, followed: Followed) -> Followed:
     return replace(followed, outputs=tuple(replace(m, orders=False) if isinstance(m, Lost) else m for m in marks))
 
 
-def _weights_after(call: ObservedCall, mark: BatchAxis | Lost | None) -> Tensor:
-    """By what each sample was multiplied in a result, (B,), 0 where it has no part."""
+def _weights_after(call: ObservedCall, mark: BatchAxis | Lost | None) -> Tensor | None:
+    """By what each sample was multiplied in a result, (B,), 0 where it has no part; None where it is not one number."""
     of_batch = [operand for operand in call.operands if operand.axis is not None]
     differs = [operand for operand in of_batch if operand.tensor.requires_grad]
     total = torch.zeros(call.batch_size, dtype=torch.float64, device="cpu")
     for operand in differs or of_batch:
         own = _weights_of(call, operand) * _factor(call, operand.tensor, mark)
-        total = torch.where((total != 0) & (own != 0), total + torch.pi * own, total + own)
+        if bool(((total != 0) & (own != 0)).any()):  # (a sample may have more terms than others, as more steps)
+            return None
+        total = total + own
     if isinstance(mark, Lost) and mark.samples:
         is_in = torch.zeros(call.batch_size, dtype=torch.bool, device="cpu")
         is_in[sorted(mark.samples)] = True
@@ -173,7 +177,8 @@ def _factor(call: ObservedCall, tensor: Tensor, mark: BatchAxis | Lost | None) -
         return -1.0
     if averages(call) and isinstance(mark, Lost) and mark.alone is None:
         return 1 / max(tensor.numel(), 1)
-    beside = factors_beside(call, 1) if call.op in ("mul", "rmul", "div") and not call.made else None
+    is_count = call.op == "div" and any(isinstance(other, int) for other in call.args)  # (such as a sample's length)
+    beside = factors_beside(call, 1) if call.op in ("mul", "rmul", "div") and not call.made and not is_count else None
     factor = beside[0] if beside else 1.0
     return factor if call.op != "div" or not factor else 1 / factor
 

@@ -217,7 +217,6 @@ PARTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "joined": lambda each, w: torch.cat([w * each[:2], each[2:]]).mean(),
     "added": lambda each, w: (each[2:].sum()).add(each[:2].sum(), alpha=w) / 6,
     "subtracted": lambda each, w: (each[2:].sum() + w * -each[:2].sum().neg()) / 6,
-    "again": lambda each, w: (each.sum() + (w - 1) * each[:2].sum()) / 6,
 }
 
 
@@ -264,18 +263,39 @@ def test_numbers_that_meet_parts_of_an_order_are_said_where_they_differ(
         assert_values(record, loop(module, lambda m, x: scale * losses(m, x).mean(), (batch,)))
 
 
-LARGEST: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "alone": (lambda each: each.topk(2).values.mean(), False),
-    "beside-all": (lambda each: (each.sum() + each.topk(2).values.sum()) / 6, True),
-    "one-beside-all": (lambda each: (each.sum() + each.max()) / 6, True),
-    "left-out": (lambda each: (each.sum() + 0 * each.topk(2).values.sum()) / 6, False),
-    "logged": (lambda each: each.mean() + 0 * each.max().detach(), False),
-}
+def step_by_step(m: Network, x: Tensor) -> Tensor:
+    order = lengths(x).argsort(descending=True)
+    h, left = m(x)[order], lengths(x)[order]
+    total = torch.zeros(())
+    for step in range(3):
+        total = total + (step + 1) * h[: int((left > step).sum()), step].square().sum()
+    return total
 
 
-@pytest.mark.parametrize("name", LARGEST)
-def test_samples_that_count_twice_as_the_largest_are_said(name: str) -> None:
-    loss, is_said = LARGEST[name]
-    record = record_of(Network(), lambda m, x: loss(losses(m, x)), torch.randn(6, 5))
-    assert said(record) == is_said
-    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+def in_halves(m: Network, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for part in m(x)[by_first(x)].chunk(2):
+        total = total + m.second(part).square().sum() + 0.3 * part.square().sum()
+    return total
+
+
+def by_length(m: Network, x: Tensor) -> Tensor:
+    order, total = lengths(x).argsort(descending=True), torch.zeros(())
+    for row, length in zip(m(x)[order], lengths(x)[order].tolist(), strict=True):
+        total = total + row[:length].square().sum() / length
+    return total
+
+
+TERMS = {"step-by-step": step_by_step, "in-halves": in_halves, "by-length": by_length}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_sorted_samples_that_are_their_samples_are_exact(name: str) -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return TERMS[name](m, x) / len(x)
+
+    module, batch = Network(), torch.randn(6, 5)
+    for _ in range(2):
+        record = record_of(module, loss, batch)
+        assert (record.weighting, record.mixing, record.axis_lost, record.unsupported) == ((), (), (), {})
+        assert_values(record, loop(module, loss, (batch,)))
