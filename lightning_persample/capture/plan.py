@@ -92,7 +92,7 @@ _BY_SHAPE: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-_NESTED = (tuple, list, torch.Size)
+_NESTED, _INTEGERS = (tuple, list, torch.Size), frozenset({int})
 _STRIDED = torch.strided
 
 
@@ -231,9 +231,13 @@ class TorchCall:
                 numbers.append(value or repr(value))  # (-0.0 is another number than 0.0)
                 is_key = is_key and not (marks.numbers and value in marks.numbers)
             elif isinstance(value, (tuple, list)):
-                key.append(len(value))
-                values[place:place] = value
                 is_key = is_key and cls in _NESTED
+                if _INTEGERS.issuperset(map(type, value)):  # at once
+                    key.append(_INTEGERS)
+                    numbers.append(tuple(value))
+                else:
+                    values[place:place] = value
+                key.append(len(value))
             elif cls is slice:
                 bounds = value.start, value.stop, value.step
                 is_key = is_key and COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, no operand)
@@ -596,17 +600,18 @@ def derive(
     for position, output in enumerate(outputs):
         if not output.requires_grad or (id(output) in given and not recipe.inplace):
             continue
-        value = collector.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
-        made = version_of(value)
+        laid, version = in_one_row(output, None if recipe.inplace else recipe.op, operands), version_of(output)
+        value = collector.keep(laid)
+        made = version if laid is output and collector.keep is Tensor.detach else version_of(value)
         derivation = Derivation(recipe, values, parents, position, value, made, where, versions, random_state)
         if recipe.op in NORMALIZED:
             axis, results = NORMALIZED[recipe.op]
             derivation.kept = saved_results(output, results, axis).get(results[0])
-        weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
+        weight = Weight(names, value, derivation, outside=outside, version=version)
         for parent in parents.values():
             parent.children += 1
         collector.weights.append(weight)
-        collector.marks[output] = weight
+        collector.marks.entries[id(output)] = weakref.ref(output), weight
         if memory := memory_of(output):
             collector.marks.of_weights.add(memory)
         if output.grad_fn is not None:

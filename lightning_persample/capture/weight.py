@@ -223,13 +223,15 @@ def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
 
 def in_one_row(value: Tensor, op: object, operands: Sequence[Tensor]) -> Tensor:
     """The output of a pointwise op or repeat, in memory of one row where one row of each is laid over an axis."""
+    if op != "repeat" and (op not in POINTWISE or not all(each.dim() == 0 or 0 in each.stride() for each in operands)):
+        return value  # as nearly always
 
     def is_laid(operand: Tensor, dim: int) -> bool:
         if op == "repeat":
             return operand.dim() <= (behind := value.dim() - 1 - dim) or operand.size(-1 - behind) == 1
         return operand.dim() == 0 or (operand.shape == value.shape and operand.stride(dim) == 0)
 
-    for dim in range(value.dim()) if op in POINTWISE or op == "repeat" else ():
+    for dim in range(value.dim()):
         if value.size(dim) > 1 and all(is_laid(operand, dim) for operand in operands):
             return value.narrow(dim, 0, 1).clone().expand_as(value)
     return value
