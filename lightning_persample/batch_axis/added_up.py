@@ -266,15 +266,15 @@ def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float]
 
 def factors_of(call: ObservedCall, tensor: Tensor) -> Sequence[float] | None:
     """By what an operand is multiplied in the result, or each of its entries; None where that is not known."""
-    first, second = call.args[0] if call.args else None, call.argument(1, "end", "tensor1", "other")
-    factor: object = None
+    first, factor = call.args[0] if call.args else None, None
     if call.op in ("add", "sub", "rsub"):
         factor = call.kwargs.get("alpha", 1) if (tensor is first) is (call.op == "rsub") else 1
     elif call.op == "lerp":
         weight = _number(call.argument(2, "weight"))
-        factor = weight if weight is None or tensor is second else 1 - weight
+        factor = weight if weight is None or tensor is not first else 1 - weight
     elif call.op in ("addcmul", "addcdiv"):
-        third, value = call.argument(2, "tensor2"), _number(call.kwargs.get("value", 1))
+        second, third = call.argument(1, "tensor1"), call.argument(2, "tensor2")
+        value = _number(call.kwargs.get("value", 1))
         is_factor = tensor is third and call.op == "addcmul"
         other = _number(second if is_factor else third)
         if tensor is first and tensor is not second and tensor is not third:

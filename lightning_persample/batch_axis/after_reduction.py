@@ -58,7 +58,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     followed = _after_reduction(call)
     entries = written.outputs[0].entries if written is not None and isinstance(written.outputs[0], Lost) else None
     terms = _terms(call, followed)
-    weights = after(call, _divisor(call)) if call.compares_weights and followed.mixing is None else None
+    weights = after(call, _divisor(call, _added(call))) if call.compares_weights and followed.mixing is None else None
     places = (
         replace(mark, entries=entries, shares=_shares_after(call, place), computed=None, terms=terms, weights=weights)
         if isinstance(mark, Lost)
@@ -92,7 +92,8 @@ def _added(call: ObservedCall) -> list[tuple[Tensor, Lost]]:
 
 def _beside(call: ObservedCall, added: list[tuple[Tensor, Lost]]) -> list[tuple[Tensor, Lost]]:
     """The operands of the batch that are data."""
-    return [pair for pair in call.lost if all(pair[0] is not tensor for tensor, _ in added)]
+    own = {id(tensor) for tensor, _ in added}
+    return [pair for pair in call.lost if id(pair[0]) not in own] if len(added) < len(call.lost) else []
 
 
 def _multiplies(call: ObservedCall) -> bool:
@@ -165,7 +166,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
     noted, of_several = next((mark for _, mark in added if mark.noted), None), any(mark.of_others for mark in marks)
     known = all(mark.samples for _, mark in added)
     samples = frozenset[int]().union(*(mark.samples for _, mark in added)) if known else frozenset[int]()
-    divisor = _divisor(call)
+    divisor = _divisor(call, added)
     unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
     is_listed = first.listed and call.op in _MOVES and len(marks) == 1
     of_data = not added or not (call.outputs[0].requires_grad or runs_unseen)
@@ -188,8 +189,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
     apart = call.op in _MOVES and (len(first.terms) > 1 or not alike)
     if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
-    unequal = len(first.terms) > 1 and _scales(call, number) and len(set(factors_of(call, number) or ())) > 1
-    if unequal and not said:
+    of_terms = len(first.terms) > 1 and not said and _scales(call, number)
+    if of_terms and len(set(factors_of(call, number) or ())) > 1:
         weighting = f"`{call.name}` scales values of different samples unequally{user_line()}"
     result = replace(
         first, unplaced=unplaced and runs_unseen, listed=is_listed, reduced=None if reduced and adrift else reduced,
@@ -408,9 +409,8 @@ def _is_chosen(factors: Sequence[float] | None, batch_size: int, samples: int) -
     return of_batch != batch_size and of_sum != samples
 
 
-def _divisor(call: ObservedCall) -> Tensor | None:
+def _divisor(call: ObservedCall, added: list[tuple[Tensor, Lost]]) -> Tensor | None:
     """What each sample adds to a sum of data, or each row to one of constants, by which a loss is divided, (B,)."""
-    added = _added(call)
     if not added or len(added) < len(call.lost):
         (number, mark), *more = _beside(call, added)
         return mark.totals if added and call.op == "div" and not more and number.numel() == 1 else None
