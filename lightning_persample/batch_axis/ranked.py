@@ -69,10 +69,19 @@ def _beside_constants(call: ObservedCall, followed: Followed) -> Followed:
     if not laid:
         return followed
     followed = replace(followed, by_values=True)
-    differing = [tensor for tensor, dims in laid if not all(has_equal_rows(tensor, dim) for dim in dims)]
+    differing = [tensor for tensor, dims in laid if not all(has_equal_rows(_rest(call, tensor), dim) for dim in dims)]
     if all(id(tensor) in call.made or _clears(call, tensor) for tensor in differing):
         return followed
     return _noted(call, followed)
+
+
+def _rest(call: ObservedCall, tensor: Tensor) -> Tensor:
+    """A constant, zero where the call has written over it."""
+    if call.op != "setitem" or tensor is not call.outputs[0]:
+        return tensor
+    rest = tensor.detach().clone()
+    rest[call.args[1]] = 0
+    return rest
 
 
 def _noted(call: ObservedCall, followed: Followed) -> Followed:
