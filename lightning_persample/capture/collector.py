@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -408,9 +409,8 @@ class Collector:
         self.noted: dict[tuple[str, str], set[Node]] = {}  # the nodes of what notes hold of, by their kind and text
         self.excuses: dict[tuple[str, str], set[Node]] = {}  # the nodes below which they do not hold
         # of squared norms, until the backward has ended; None where they are corrected at once
-        self.corrections: deque[tuple[list[Weight], Later]] | None = (
-            deque() if any(device.type in ASYNCHRONOUS for device in devices) else None
-        )
+        kinds = map(attrgetter("type"), devices)
+        self.corrections: deque[tuple[list[Weight], Later]] | None = None if ASYNCHRONOUS.isdisjoint(kinds) else deque()
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""

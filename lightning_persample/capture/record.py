@@ -434,7 +434,7 @@ class PerSampleRecord:
             values.
         """
         values, rows = list(self.sq_norms.values()), self._rows
-        if rows is not None and (len(rows) != len(values) or any(view_base(each) is not rows for each in values)):
+        if rows is not None and (len(rows) != len(values) or {*map(id, map(view_base, values))} != {id(rows)}):
             rows = None  # (the record is of some of these parameters)
         # a reader may have changed them in place
         versions = sum(map(version_counter, values)) if rows is None else version_counter(rows)
