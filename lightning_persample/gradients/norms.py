@@ -123,7 +123,7 @@ def dense_dot(grad: Tensor, vector: Tensor) -> Tensor:
 
 def sum_and_trace(products: Tensor) -> tuple[Tensor, Tensor]:
     """All entries of each matrix (b, m, m), and those of its diagonal, added up: (b,) and (b,)."""
-    return products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)
+    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def real_sum(terms: Tensor) -> Tensor:

@@ -273,6 +273,9 @@ def _products_autocorrelation(rows: Rows) -> Tensor:
             gram = added
     out_size, outputs = (k, *rows.out_size), rows.output_rows()
     products = torch.bmm(outputs.transpose(1, 2), outputs)
+    if rows.extent == rows.out_size:  # (of one element, at every position)
+        products *= gram.view(products.shape)
+        return products
     along = [prod(rows.extent), *(step * stride for step, stride in zip(geometry.stride, strides, strict=True))]
     picked = (gram.stride(0), *(stride * positions for stride in along), *along)
     products.view(groups, *out_size, *out_size).mul_(gram.as_strided((groups, *out_size, *out_size), picked))
