@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -258,10 +259,10 @@ def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float]
         if tensor.numel() > most or tensor.is_complex() or not is_plain(tensor) or tensor.is_meta:
             return None
         found += tensor.detach().flatten().tolist()
-    numbers = [each for each in call.args if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    numbers = [each for each in call.args if isinstance(each, Real) and not isinstance(each, bool)]
     if len(others) + len(numbers) != 1:
         return None
-    return found or numbers
+    return found or [int(number) if isinstance(number, Integral) else float(number) for number in numbers]
 
 
 def factors_of(call: ObservedCall, tensor: Tensor) -> Sequence[float] | None:
@@ -298,7 +299,7 @@ def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
         plain = value.numel() == 1 and not value.requires_grad and not value.is_complex() and not value.is_meta
         return float(value) if plain else None
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if isinstance(value, Real) else None
 
 
 def absent(totals: Tensor) -> str:

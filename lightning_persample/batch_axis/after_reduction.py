@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import TypeAlias
 
 import torch
@@ -226,7 +227,8 @@ def _leaves_as_is(call: ObservedCall, number: Tensor) -> bool:
     if call.op not in _BOUNDS or number.numel() != 1 or call.outputs[0].numel() != 1 or call.inplace:
         return False
     others = [value for value in (*call.args, *call.kwargs.values()) if value is not number and value is not None]
-    value, bounds = number.detach(), [each for each in others if isinstance(each, (int, float, Tensor))]
+    value, tensors = number.detach(), [each for each in others if isinstance(each, Tensor)]
+    bounds = [*tensors, *(value.new_tensor(float(each)) for each in others if isinstance(each, Real))]
     at_bound = any(bool((value == each).any()) for each in bounds)
     return not at_bound and bool(value != 0) and bool(call.outputs[0].detach() == value)
 

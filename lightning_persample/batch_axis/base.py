@@ -158,13 +158,16 @@ def lists(call: ObservedCall) -> bool:
 def listed(call: ObservedCall) -> Followed:
     """Places of true entries, each of the sample whose entry it is, or the numbers that occur over the whole batch."""
     axis = call.located[0][1] if call.located else None
+    reason = reason_of(call, "gives positions or numbers across the batch")
     # (samples that numbers of others pick are what they are; a sample of which these pick some entries is not)
     by_entry = axis is not None and (axis.mixing is None or call.located[0][0].numel() > call.batch_size)
     if axis is not None and by_entry and call.op in _LISTS_ENTRIES:
         table = call.outputs[0] if call.outputs[0].dim() > 1 else torch.stack(call.outputs, 1)
         owners = row_owners(axis, call.batch_size, table.device)[table[:, axis.dim]]
-        return replace(keep(call, picked(0, owners, call.batch_size, axis.mixing)), by_values=True)
-    reason = reason_of(call, "gives positions or numbers across the batch")
+        places = [*keep(call, picked(0, owners, call.batch_size, axis.mixing)).outputs]
+        if axis.owner is not None and axis.mixing is None:  # (at which of such rows an entry stands, others say)
+            places[axis.dim % len(places)] = Lost(reason, listed=True)
+        return Followed(tuple(places), by_values=True)
     integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
     counts = range(1, len(integers)) if str(call.op).startswith("unique") else ()  # or where among all each one stands
     marks = enumerate(integers)

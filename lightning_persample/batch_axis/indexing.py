@@ -437,7 +437,7 @@ def _by_entries(
             if samples == 1 or samples not in (len(most), call.batch_size):
                 continue
         owners: Tensor | None = most
-        if of_constants:
+        if place.width > 0:
             owners = with_constant_rows(call, most, call.outputs[0], dim, even=len(most) == call.batch_size)
         if owners is None or bool((owners < 0).any()):
             continue

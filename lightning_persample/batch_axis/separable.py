@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, count
+from numbers import Real
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def _itself(values: Sequence[Tensor], alone: bool) -> Tensor:
 def _of_one(leaf: Any, batch_size: int, counts: Sequence[float]) -> Any:
     """What stands beside one sample alone: ones for a tensor with a row for each sample, and for their number."""
     number = leaf.detach() if isinstance(leaf, Tensor) and leaf.numel() == 1 else leaf
-    is_number = number is not leaf or isinstance(leaf, (int, float))
+    is_number = number is not leaf or isinstance(leaf, Real)
     if is_number and any(math.isclose(float(number), count, rel_tol=1e-5) for count in counts):
         return leaf / leaf
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or batch_size not in leaf.shape:

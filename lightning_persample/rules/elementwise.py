@@ -31,9 +31,9 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def times(grad: Tensor, factor: complex) -> Tensor:
+def times(grad: Tensor, number: complex | Tensor) -> Tensor:
     """The gradient of what was multiplied by a number."""
-    factor = factor.conjugate()
+    factor: complex = (number.item() if isinstance(number, Tensor) else number).conjugate()
     return grad if factor == 1 else widen(grad) * factor
 
 
@@ -78,19 +78,19 @@ def _operand(call: Call, name: str, grad_output: Tensor) -> Tensor | complex:
     return widen(value).conj()
 
 
-@_of_two(torch.add, arguments=("input", "other", "alpha"), reads=())
+@_of_two(torch.add, arguments=("input", "other", "alpha"), reads=("alpha",))
 def add(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input + alpha * other``: dw = sum g over broadcast axes, times alpha for `other`."""
     return _linear_combination(call, grad_output, {"input": 1, "other": call.get("alpha", 1)})
 
 
-@_of_two(torch.sub, arguments=("input", "other", "alpha"), reads=())
+@_of_two(torch.sub, arguments=("input", "other", "alpha"), reads=("alpha",))
 def sub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input - alpha * other``."""
     return _linear_combination(call, grad_output, {"input": 1, "other": -call.get("alpha", 1)})
 
 
-@_of_two(torch.rsub, arguments=("input", "other", "alpha"), reads=())
+@_of_two(torch.rsub, arguments=("input", "other", "alpha"), reads=("alpha",))
 def rsub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``other - alpha * input``."""
     return _linear_combination(call, grad_output, {"input": -call.get("alpha", 1), "other": 1})

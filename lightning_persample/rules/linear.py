@@ -70,7 +70,7 @@ def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     arguments=("input", "mat1", "mat2", "beta", "alpha"),
     batched=("input", "mat1"),
     weights=("input", "mat2"),
-    reads=("mat1",),
+    reads=("mat1", "beta", "alpha"),
     adds_rows=lambda arguments: True,
 )
 def addmm(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:

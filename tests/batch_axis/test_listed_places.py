@@ -113,6 +113,59 @@ def test_an_entry_of_a_row_of_each_place_is_of_its_sample() -> None:
     assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
+@pytest.mark.parametrize("name", ["written", "added"])  # (of flat rows beside, it is not known whose they are)
+def test_a_sample_without_a_true_entry_keeps_its_row_of_constants(name: str) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        places = chosen(x).nonzero(as_tuple=True)
+        rows = m.a(x[places]).tanh() + m.place(places[1])
+        return PUT_BACK[name](torch.zeros(*x.shape[:2], D), places, rows).square().sum((1, 2)).mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(B, T, 5)
+    x[1:4:2, :, 0] = -1.0
+    record = assert_exact(network(), loss, (x,))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x[..., 0] > x[..., 0].mean(),
+    "mean-over-samples": lambda x: x[..., 0] > x[..., 0].mean(0),
+    "median": lambda x: x[..., 0] > x[..., 0].median(),
+}
+CHOSEN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "tuple": lambda m, x, mask: m.a(x)[mask.nonzero(as_tuple=True)],
+    "where": lambda m, x, mask: m.a(x)[torch.where(mask)],
+    "columns": lambda m, x, mask: m.a(x)[mask.nonzero()[:, 0], mask.nonzero()[:, 1]],
+    "flat": lambda m, x, mask: m.a(x).flatten(0, 1)[mask.flatten().nonzero().squeeze(1)],
+    "index_select": lambda m, x, mask: m.a(x).flatten(0, 1).index_select(0, mask.flatten().nonzero().squeeze(1)),
+    "gather": lambda m, x, mask: m.a(x).flatten(0, 1).gather(0, mask.flatten().nonzero().expand(-1, D)),
+    "data": lambda m, x, mask: m.a(x[torch.where(mask)]),
+    "filled": lambda m, x, mask: m.a(x).flatten(0, 1).index_fill(0, mask.flatten().nonzero().squeeze(1), 0.0),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_places_that_a_bound_of_the_batch_says_are_said(name: str, bound: str) -> None:
+    module = network()
+    for _ in range(2):  # the second step has plans
+        record = record_of(
+            module, lambda m, x: CHOSEN[name](m, x, BOUNDS[bound](x)).square().sum() / len(x), torch.randn(B, T, 5)
+        )
+        assert (*record.mixing, *record.weighting, *record.axis_lost) != ()
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_places_among_rows_that_others_place_are_named_where_their_numbers_count(is_sorted: bool) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        rows = x[x[:, 0, 0].argsort(), 0] if is_sorted else x[chosen(x)]
+        among = (rows[:, 1] > 0).nonzero().squeeze(1)
+        return (m.a(rows)[among] * m.table(among % T)).square().sum() / len(x)
+
+    record = record_of(network(), loss, torch.randn(B, T, 5))
+    assert "table.weight" in record.unsupported
+
+
 @pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_whose_offsets_are_counted_from_the_batch_are_of_their_samples(mode: str, is_weighed: bool) -> None:

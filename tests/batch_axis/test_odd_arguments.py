@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,45 @@ NUMBERS_AMONG_TENSORS = {
 def test_an_overload_with_numbers_among_its_tensors(forward: Any) -> None:
     module = Model(forward, weight=nn.Parameter(torch.randn(D, T)), bias=nn.Parameter(torch.randn(T)))
     assert_exact(module, mean_of_squares, (torch.randn(B, D),))
+
+
+NUMBERS_AS_TENSORS = {
+    "add": lambda m, x, number: torch.add(x[:, :T], m.bias, alpha=number),
+    "sub": lambda m, x, number: torch.sub(x[:, :T], m.bias, alpha=number),
+    "rsub": lambda m, x, number: torch.rsub(m.bias, x[:, :T], alpha=number),
+    "addmm": lambda m, x, number: torch.addmm(m.bias, x, m.weight, alpha=number, beta=number),
+}
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor(3), np.float32(2)], ids=["float", "int", "numpy"])
+@pytest.mark.parametrize("name", NUMBERS_AS_TENSORS)
+def test_a_factor_that_is_a_tensor_or_of_numpy(name: str, number: Any) -> None:
+    module = Model(
+        lambda m, x: NUMBERS_AS_TENSORS[name](m, x, number),
+        weight=nn.Parameter(torch.randn(6, T)),
+        bias=nn.Parameter(torch.randn(T)),
+    )
+    assert_exact(module, mean_of_squares, (torch.randn(B, 6),))
+
+
+@pytest.mark.parametrize("name", NUMBERS_AS_TENSORS)
+def test_a_factor_that_is_changed_before_the_backward_is_named(name: str) -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        number = torch.tensor(2.0)
+        y = NUMBERS_AS_TENSORS[name](module, x, number)
+        number.mul_(5)
+        return y
+
+    module = Model(forward, weight=nn.Parameter(torch.randn(6, T)), bias=nn.Parameter(torch.randn(T)))
+    record = record_of(module, mean_of_squares, torch.randn(B, 6))
+    assert set(record.unsupported) == ({"weight", "bias"} if name == "addmm" else {"bias"})
+    assert all("was changed in place by `mul_`" in text for text in record.unsupported.values())
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int64])
+def test_a_sum_that_is_divided_by_a_number_of_numpy_is_a_mean(kind: Any) -> None:
+    record = assert_exact(nn.Linear(D, T), lambda m, x: m(x).square().sum() / kind(len(x)), (torch.randn(B, D),))
+    assert record.weighting == ()
 
 
 @pytest.mark.filterwarnings("ignore:This overload of add:UserWarning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,6 +180,7 @@ def test_rows_in_an_order_of_the_batch_are_exact(name: str, in_order: bool) -> N
 
 
 WEIGHTS = [0.5, 0.8, 1.0, 1.3, 1.7, 2.0]
+OF_NUMPY = [*map(np.float32, WEIGHTS)]
 
 
 def in_order(m: Network, x: Tensor) -> Tensor:
@@ -225,7 +227,7 @@ def said(record: PerSampleRecord) -> bool:
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-@pytest.mark.parametrize("numbers", [WEIGHTS, [2.5] * 6], ids=["different", "equal"])
+@pytest.mark.parametrize("numbers", [WEIGHTS, OF_NUMPY, [2.5] * 6], ids=["different", "numpy", "equal"])
 def test_numbers_that_meet_rows_one_by_one_are_said_where_they_differ(numbers: Sequence[float], name: str) -> None:
     batch, module = torch.randn(6, 5), Network()
 
@@ -233,7 +235,7 @@ def test_numbers_that_meet_rows_one_by_one_are_said_where_they_differ(numbers: S
         return ONE_BY_ONE[name](m, x, numbers) * (6 / len(x))
 
     record = record_of(module, loss, batch)
-    if numbers is WEIGHTS:
+    if numbers[0] != numbers[1]:
         assert (*record.weighting, *record.mixing) != ()
         assert said(record) or name == "unbound"
     else:

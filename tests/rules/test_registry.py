@@ -77,7 +77,7 @@ def test_a_function_of_the_user_goes_by_its_name():
 
 def test_reads_are_the_batched_arguments_unless_said_otherwise():
     assert find_rule(F.linear).reads == {"input"}
-    assert find_rule(torch.add).reads == frozenset()
+    assert find_rule(torch.add).reads == {"alpha"}
     assert find_rule(torch.batch_norm).reads == {"input", "running_mean", "running_var"}
 
 
