@@ -60,6 +60,7 @@ from lightning_persample.callbacks.second_pass import (
 )
 from lightning_persample.capture.failure import Once, fault_of, guard, run_all
 from lightning_persample.capture.graph import on_arrival
+from lightning_persample.capture.observing import keep_offering_writes, stop_offering_writes
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError, of_user
@@ -227,6 +228,8 @@ class SharedCapture:
 
     def install(self) -> None:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
+        if self._methods:
+            keep_offering_writes(self)
         for method in self._methods:
             method.install()
         for callback in self._callbacks:
@@ -279,7 +282,8 @@ class SharedCapture:
         """Leave the module as it was before the fit. May be called twice."""
         self._rest.is_on = False
         hooks = [callback._restore_hooks for callback in self._callbacks]
-        run_all(*[method.restore for method in reversed(self._methods)], self.end_batch, *hooks)
+        methods = [method.restore for method in reversed(self._methods)]
+        run_all(*methods, self.end_batch, *hooks, partial(stop_offering_writes, self))
         self._methods = ()
 
     def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:

@@ -276,12 +276,15 @@ def _not_counted() -> Callable[[], None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
     offers = tuple(map(_OFFER, OFFERING))
     replaced, stand_ins = _stand_ins(
-        asked, torch.autograd.backward, torch.compile, vars(torch.utils)["weakref"], Tensor.set_, offers
+        asked, torch.autograd.backward, torch.compile, vars(torch.utils)["weakref"], offers
     )
     take_back = partial(_counted, replaced)
     try:
         for owner, name, value in stand_ins:
             setattr(owner, name, value)
+        for name, write in _WRITES.items():
+            if name not in vars(Tensor):
+                setattr(Tensor, name, write)
     except BaseException:
         take_back()
         raise
@@ -294,7 +297,7 @@ _Attributes: TypeAlias = "tuple[tuple[Any, str, Any], ...]"
 
 @functools.cache
 def _stand_ins(
-    asked: Any, backward: Any, compiler: Any, references: Any, set_: Any, offers: Any
+    asked: Any, backward: Any, compiler: Any, references: Any, offers: Any
 ) -> tuple[_Attributes, _Attributes]:
     """What is replaced while calls are offered, by owner and name, and by what."""
     replaced: list[tuple[Any, str, Any]] = [(torch, "compile", compiler), (torch.utils, "weakref", references)]
@@ -304,16 +307,27 @@ def _stand_ins(
     stand_ins.append(backward if "handle_torch_function" in backward.__code__.co_names else _offered(backward))
     stand_ins += map(_offered_at_once, offers)
     places = [(owner, name, stand_in) for (owner, name, _), stand_in in zip(replaced, stand_ins, strict=True)]
-    places += [(Tensor, "set_", _offered(set_)), *((Tensor, part.__name__, part) for part in _PARTS)]
     return tuple(replaced), tuple(places)
 
 
 def _counted(replaced: _Attributes) -> None:
     for owner, name, value in replaced:
         setattr(owner, name, value)
-    for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
+    for name in () if _fits else _WRITES:  # those of TensorBase are seen again
         if name in vars(Tensor):
             delattr(Tensor, name)
+
+
+def keep_offering_writes(fit: object) -> None:
+    """Let `Tensor` keep what offers writes between the captures of a fit, for which it would change at each."""
+    _fits.add(fit)
+
+
+def stop_offering_writes(fit: object) -> None:
+    """Let captures take it back again; twice does no harm."""
+    _fits.discard(fit)
+    with modules_do_not_see():  # whoever leaves last takes it back
+        pass
 
 
 @functools.cache
@@ -406,7 +420,7 @@ def _offered(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def offer(*args: Any, **kwargs: Any) -> Any:
-        if not (torch_function_is_enabled() and function_modes()):
+        if not (torch_function_is_enabled() and any(isinstance(mode, ObservingMode) for mode in function_modes())):
             return function(*args, **kwargs)
         return torch.overrides.handle_torch_function(function, (), *args, **kwargs)
 
@@ -421,7 +435,9 @@ class _Part(property):
         self.__name__ = part.__name__
 
 
-_PARTS = tuple(_Part(getattr(TensorBase, name)) for name in ("real", "imag"))
+_WRITES = {"set_": _offered(TensorBase.set_), **{name: _Part(getattr(TensorBase, name)) for name in ("real", "imag")}}
+# Fits between whose captures `Tensor` keeps these: CPython 3.13 caches no look-up of a class that changed 1,000 times
+_fits: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def _overrides(kind: type) -> bool:

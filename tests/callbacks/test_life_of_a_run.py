@@ -97,6 +97,7 @@ def test_the_original_error_surfaces_and_the_module_is_as_before(where, error, s
         fit(module, [recorder(), PerSampleGradientMonitor()])
     assert raised.value is error or raised.value.__context__ is error
     assert list(instance_dictionary(module)) == before
+    assert "set_" not in vars(torch.Tensor)
     assert not any(hasattr(parameter, "grad_sample") for parameter in module.parameters())
 
 
@@ -314,6 +315,27 @@ def test_forwards_without_gradients_between_steps_leave_nothing_behind():
         grown.append([counts.tensors[batch] - counts.tensors[3] for batch in (5, 7, 9)])
     assert grown[0] == grown[1]
     assert grown[0][0] <= 9  # norms, which wait for the others, and sums of a logged step
+
+
+class SeesTensor(L.Callback):
+    """Keeps what the class `Tensor` has of its own after each step."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(dict(vars(torch.Tensor)))
+
+
+def test_the_class_tensor_changes_once_in_a_fit_and_is_as_before_afterwards():
+    before, inside, beside = dict(vars(torch.Tensor)), SeesTensor(), SeesTensor()
+    fit(Classifier(), [PerSampleGradientMonitor(2), inside], data=loader(48))
+    assert dict(vars(torch.Tensor)) == before
+    fit(Classifier(), [beside], data=loader(48))
+    assert all(seen == before for seen in beside.seen)
+    first, *rest = inside.seen[1:]
+    assert first != before
+    assert rest == [first] * 4
 
 
 def test_what_the_monitor_keeps_of_logged_steps_is_added_up_64_steps_at_a_time():

@@ -133,9 +133,9 @@ def observed_step(function: Callable[..., Any], kind: str, quantities: tuple[str
 
 
 def test_a_fault_while_torch_is_prepared_leaves_it_as_it_was() -> None:
-    observing._offered.cache_clear()
+    observing._without_observers.cache_clear()
     observing._stand_ins.cache_clear()
-    record, said = observed_step(observing._offered.__wrapped__, "RuntimeError", ("sq_norm",))
+    record, said = observed_step(observing._without_observers.__wrapped__, "RuntimeError", ("sq_norm",))
     assert record.coverage < 1
     assert len(said) == 1
 
