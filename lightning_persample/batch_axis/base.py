@@ -168,14 +168,14 @@ def listed(call: ObservedCall) -> Followed:
         if axis.owner is not None and axis.mixing is None:  # (at which of such rows an entry stands, others say)
             places[axis.dim % len(places)] = Lost(reason, listed=True)
         return Followed(tuple(places), by_values=True)
-    integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
-    counts = range(1, len(integers)) if str(call.op).startswith("unique") else ()  # or where among all each one stands
-    marks = enumerate(integers)
-    return Followed(
-        tuple(
-            Lost(reason, listed=each and i not in counts, crossed=bool(call.mixing or i in counts)) for i, each in marks
-        )
-    )
+    # (how often numbers occur, and where among all each one stands, is of the whole batch)
+    of_all = range(1, len(call.outputs)) if str(call.op).startswith("unique") else ()
+    marks = []
+    for place, output in enumerate(call.outputs):
+        is_integer = not (output.is_floating_point() or output.is_complex())
+        is_of_all = place in of_all
+        marks.append(Lost(reason, listed=is_integer and not is_of_all, crossed=bool(call.mixing or is_of_all)))
+    return Followed(tuple(marks))
 
 
 def beside_lost(call: ObservedCall) -> Followed:

@@ -357,14 +357,10 @@ def _alone(call: ObservedCall, item: object) -> int | None:
 
 def _where_one_says(call: ObservedCall, target: Tensor, items: list[Any], given: Tensor) -> Followed | None:
     """After a write where numbers of one sample say: all that they could pick is that sample's."""
-    said = [_alone(call, item) for item in items]
-    is_other = any(
-        isinstance(item, Tensor) and _alone(call, item) is None and call.axis_of(item) is not None for item in items
-    )
-    samples, before = (
-        {each for each in [*said, *given.unique().tolist()] if each not in (None, -1)},
-        _owners_in(call, target),
-    )
+    said, before = [_alone(call, item) for item in items], _owners_in(call, target)
+    pairs = zip(items, said, strict=True)
+    is_other = any(own is None and isinstance(item, Tensor) and call.axis_of(item) is not None for item, own in pairs)
+    samples = {*said, *given.unique().tolist()} - {None, -1}
     if len(samples) > 1 or is_other or before is None or not is_plain(target):
         return None
     (sample,) = samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -247,7 +246,6 @@ def line_of(place: tuple[str, int] | None) -> str:
     return "" if place is None else f" at {os.path.basename(place[0])}:{place[1]}"
 
 
-@functools.cache
 class _OwnFiles(dict[str, bool]):
     """By name of a file whether it is one of torch's or of this package's."""
 

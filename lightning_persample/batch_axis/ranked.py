@@ -130,10 +130,8 @@ def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
 
 def _with_places(call: ObservedCall, followed: Followed) -> Followed:
     """The answer, where what was moved or picked of places in an order are such places, and nothing else is."""
-    marks = followed.outputs
-    if call.op in _MOVES or not any(mark.orders for _, mark in call.lost):
-        return followed
-    return replace(followed, outputs=tuple(replace(m, orders=False) if isinstance(m, Lost) else m for m in marks))
+    stays = call.op in _MOVES or not any(mark.orders for _, mark in call.lost)
+    return followed if stays else followed.with_known(orders=False)
 
 
 def _weights_after(call: ObservedCall, mark: BatchAxis | Lost | None) -> Tensor | None:

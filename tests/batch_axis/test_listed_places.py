@@ -90,15 +90,19 @@ PUT_BACK: dict[str, Callable[[Tensor, tuple[Tensor, Tensor], Tensor], Tensor]] =
 }
 
 
-@pytest.mark.parametrize("name", PUT_BACK)
-def test_rows_that_are_put_back_to_their_places_are_exact(name: str) -> None:
+def loss_of_rows_put_back(name: str) -> Callable[[Any, Tensor], Tensor]:
     def loss(m: Any, x: Tensor) -> Tensor:
         places = chosen(x).nonzero(as_tuple=True)
         rows = m.a(x[places]).tanh() + m.place(places[1])
         return PUT_BACK[name](torch.zeros(*x.shape[:2], D), places, rows).square().sum((1, 2)).mean()
 
+    return loss
+
+
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_rows_that_are_put_back_to_their_places_are_exact(name: str) -> None:
     torch.manual_seed(0)
-    record = assert_exact(network(), loss, (torch.randn(B, T, 5),))
+    record = assert_exact(network(), loss_of_rows_put_back(name), (torch.randn(B, T, 5),))
     assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
@@ -115,15 +119,10 @@ def test_an_entry_of_a_row_of_each_place_is_of_its_sample() -> None:
 
 @pytest.mark.parametrize("name", ["written", "added"])  # (of flat rows beside, it is not known whose they are)
 def test_a_sample_without_a_true_entry_keeps_its_row_of_constants(name: str) -> None:
-    def loss(m: Any, x: Tensor) -> Tensor:
-        places = chosen(x).nonzero(as_tuple=True)
-        rows = m.a(x[places]).tanh() + m.place(places[1])
-        return PUT_BACK[name](torch.zeros(*x.shape[:2], D), places, rows).square().sum((1, 2)).mean()
-
     torch.manual_seed(0)
     x = torch.randn(B, T, 5)
     x[1:4:2, :, 0] = -1.0
-    record = assert_exact(network(), loss, (x,))
+    record = assert_exact(network(), loss_of_rows_put_back(name), (x,))
     assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
