@@ -96,22 +96,25 @@ class SamplesOnce:
             why = "the dataset gives whole batches (batch_size=None)"
         if not why and not isinstance(_batch_size(loader), int):
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
-        self._is_made_again, self._why = not why, why
         if why and not has_index:
             raise UnsupportedError(f"the samples cannot be separated, because {why}; {PASS_INDEX}")
-        self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_again else None  # type: ignore[arg-type]
+        self._why = why  # of what is taken as it comes, else ""
+        given: Any = loader
+        self.size = None if why else len(given.dataset)
+        self._visited = np.arange(self.size or 0)
+        # a batch sampler of the user has its own
+        sampler = None if why else getattr(given.batch_sampler, "sampler", given.sampler)
+        if isinstance(sampler, SubsetRandomSampler):
+            self._visited = np.unique(np.asarray(list(sampler.indices), np.int64))
+        self.indices = None if has_index else self._visited  # in order; None where only the batches tell them
 
     def fingerprint(self) -> str | None:
         """The fingerprint of the data; None where it is unknown, or where the indices are not those of the dataset."""
         return None if self._has_index else fingerprint_of_data(getattr(self._loader, "dataset", None))
 
-    def indices(self) -> np.ndarray[Any, Any] | None:
-        """The index of each sample that is visited, in order; None where only the batches tell it."""
-        return None if self._has_index else self._indices()
-
     def check_processes(self, processes: int) -> None:
         """Refuse what cannot be split."""
-        if processes > 1 and not self._is_made_again:
+        if processes > 1 and self._why:
             raise UnsupportedError(
                 f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
                 "dataset with a length, or run in one process"
@@ -129,9 +132,7 @@ class SamplesOnce:
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
         """Refuse a store that lacks a sample."""
-        expected = self.indices()
-        if expected is None:
-            return
+        expected = np.empty(0, np.int64) if self.indices is None else self.indices
         for place in range(places):
             missing = np.setdiff1d(expected, rows["sample_index"][rows["checkpoint"] == place]).tolist()
             if missing:
@@ -142,13 +143,13 @@ class SamplesOnce:
                 )
 
     def _batches(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Drawn]]:
-        if not self._is_made_again:
+        if self._why:
             holds_fields = getattr(self._loader, "collate_fn", None) is default_collate
             for batch in self._loader:
                 yield batch, Drawn(None, places=() if holds_fields else None)
             return
         loader: Any = self._loader
-        pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
+        pending = np.setdiff1d(self._visited, done)[rank::processes].tolist()
         size = _batch_size(loader)
         batches = [pending[k : k + size] for k in range(0, len(pending), size)]
         again = _like(loader, batches)
@@ -165,13 +166,6 @@ class SamplesOnce:
                 f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "
                 "StopIteration, which a dataset must not raise. What was collected before is written"
             )
-
-    def _indices(self) -> np.ndarray[Any, Any]:
-        loader: Any = self._loader
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)  # a batch sampler of the user has its own
-        if isinstance(sampler, SubsetRandomSampler):
-            return np.unique(np.asarray(list(sampler.indices), np.int64))
-        return np.arange(self.size or 0)
 
 
 def _batch_size(loader: Any) -> Any:
@@ -384,7 +378,7 @@ class Storing(Passing):
 
     def _wanted_and_kept(self) -> tuple[int | None, int]:
         """How many rows are wanted, None where only the batches tell it, and how many of them are there already."""
-        indices = self._asked.samples.indices()
+        indices = self._asked.samples.indices
         visited = [self._visited_at(place) for place in range(len(self._asked.checkpoints))]
         if indices is None:
             return None, sum(map(len, visited))

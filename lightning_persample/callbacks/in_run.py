@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_persample.batch_axis.batch import count_samples
 from lightning_persample.callbacks.checkpoints import requiring_gradients
 from lightning_persample.callbacks.lightning_internals import handed_over, outputs_of, validating
-from lightning_persample.callbacks.manual import unseen
+from lightning_persample.callbacks.manual import SeenGrad, unseen
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
 from lightning_persample.callbacks.session import shared_capture
@@ -29,7 +28,6 @@ from lightning_persample.gradients.norms import as_real
 from lightning_persample.options import CaptureOptions, check_option, check_options
 from lightning_persample.reference.samples import gradients_of, loss_of
 from lightning_persample.reference.untouched import recurrent_layers_can_go_backward
-from lightning_persample.torch_internals import version_counter
 
 
 class InRunInfluence(PerSampleGradientWriter):
@@ -195,13 +193,13 @@ class InRunInfluence(PerSampleGradientWriter):
             return
         self._shares = [share for share in self._shares if share.optimizer != place]
         shared = shared_capture(trainer)
-        content = None if shared is None else shared.stepping_with(place)
+        content = None if shared is None or shared.manual is None else shared.manual.steps.get(place)
         with unseen(self._device):
             for share in own:
                 if self._was_automatic:
                     why = share.why_unknown(share.grads)
                 elif content is None or share.batch != self._batches:
-                    why = share.why_unknown(share.still_there())
+                    why = share.why_unknown([name for name, each in share.grads.items() if each.is_there()])
                 else:
                     of_now = content if isinstance(content, str) else content.get(share.rows.backward_index, ())
                     why = of_now if isinstance(of_now, str) else share.why_unknown(of_now)
@@ -354,12 +352,6 @@ def _moves(trainer: Trainer, parameters: Mapping[str, nn.Parameter]) -> list[_Mo
     return [_Move(key[0], group, factors, key[2] is not None) for key, (group, factors) in found.items()]
 
 
-def _is_as_it_was(parameter: nn.Parameter, grad: weakref.ref[Tensor] | None, version: int) -> bool:
-    """Whether ``.grad`` of a parameter is this tensor, and was not written to since."""
-    now = parameter.grad
-    return now is None if grad is None else now is not None and grad() is now and version_counter(now) == version
-
-
 @dataclass(eq=False)
 class _Share:
     """What a backward gives to the next step of one optimizer: its weighted dots by group, but for the rate."""
@@ -368,16 +360,13 @@ class _Share:
     batch: int
     optimizer: int
     dots: list[tuple[Mapping[str, Any], Tensor]] = field(default_factory=list)  # each (m,)
-    grads: dict[str, tuple[nn.Parameter, weakref.ref[Tensor] | None, int]] = field(default_factory=dict)
+    grads: dict[str, SeenGrad] = field(default_factory=dict)
     is_of_adam: bool = False  # whose factors are those of the gradients of now
 
     def note(self, move: _Move, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Remember the gradients of some parameters: which tensors they are, and how often they were written to."""
+        """Remember the gradients of some parameters."""
         self.is_of_adam |= not move.is_number
-        for name in move.factors:
-            grad = parameters[name].grad
-            now = (None, 0) if grad is None else (weakref.ref(grad), version_counter(grad))
-            self.grads[name] = (parameters[name], *now)
+        self.grads |= {name: SeenGrad(parameters[name]) for name in move.factors}
 
     def why_unknown(self, held: Collection[str]) -> str | None:
         """Why it is not known what of it is in a step, by the parameters whose ``.grad`` hold it; "", or None of no."""
@@ -386,16 +375,12 @@ class _Share:
             return None
         if len(own) < len(self.grads):
             return "the gradients of some parameters alone were dropped between the backward and the optimizer step"
-        if self.is_of_adam and not all(_is_as_it_was(*each) for each in self.grads.values()):
+        if self.is_of_adam and not all(each.is_unchanged() for each in self.grads.values()):
             return (
                 "gradients were changed between the backward and the step of Adam (clipped or scaled by a hook, added "
                 "to by another backward), which divides by them"
             )
         return ""
-
-    def still_there(self) -> set[str]:
-        """The parameters whose ``.grad`` is the tensor that it was."""
-        return {name for name, (p, ref, _) in self.grads.items() if ref is not None and ref() is p.grad}
 
     def add(self, factor: float = 1.0) -> None:
         """Add it to the rows, with the rates of now."""

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -72,7 +72,7 @@ class ManualStep:
             self._names = (frozenset(self._parameters),)
         self._origins = GradientOrigins(self._parameters)
         self._records: list[PerSampleRecord | None] = []
-        self._steps: dict[int, StepContent] = {}
+        self.steps: dict[int, StepContent] = {}  # what each optimizer has stepped with last
         self._running: dict[int, torch.optim.Optimizer] = {}  # who is in a step, by the optimizer that it counts for
         self._decided: set[int] = set()  # those of them whose closure has run
         step.capture.before_backward = self._before
@@ -107,21 +107,12 @@ class ManualStep:
         finally:
             self._announced = None
 
-    @property
-    def stepped(self) -> bool:
-        """Whether an optimizer has stepped."""
-        return bool(self._steps)
-
-    def content_of_step(self, place: int) -> StepContent | None:
-        """What an optimizer has stepped with last."""
-        return self._steps.get(place)
-
     def at_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The Trainer's hook before a step, after any closure: gradients are unscaled, the step may yet be skipped."""
         for place, each in enumerate(self._optimizers):
             if each is optimizer:
                 with unseen(self._device):
-                    self._steps[place] = self._content(place)
+                    self.steps[place] = self._content(place)
                 self._decided.add(place)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -129,7 +120,7 @@ class ManualStep:
         if place is None or place in self._running:
             return
         with unseen(self._device):
-            self._steps[place] = self._content(place)
+            self.steps[place] = self._content(place)
         self._running[place] = optimizer
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -141,7 +132,7 @@ class ManualStep:
             with unseen(self._device):
                 content = self._content(place)
             if content:  # it may have dropped its gradients
-                self._steps[place] = content
+                self.steps[place] = content
         self._decided.discard(place)
 
     def _before(self, roots: list[Tensor]) -> None:
@@ -177,11 +168,11 @@ class ManualStep:
         if record is not None:
             self._records.append(None if self._weights_are_wrong else record)
         for place in self._running:  # in a closure
-            self._steps[place] = self._content(place)
+            self.steps[place] = self._content(place)
 
     def end(self) -> dict[int, list[PerSampleRecord]]:
         """The training step has ended."""
-        taken = {number for content in self._steps.values() if not isinstance(content, str) for number in content}
+        taken = {number for content in self.steps.values() if not isinstance(content, str) for number in content}
         waiting: dict[int, dict[int, frozenset[str]]] = {}
         self._origins.look()
         for number in range(len(self._records)):
@@ -193,14 +184,14 @@ class ManualStep:
             if len(owners) == 1:
                 ((place, names),) = owners.items()
                 waiting.setdefault(place, {})[number] = names
-            elif owners and not any(isinstance(self._steps.get(place), str) for place in owners):
+            elif owners and not any(isinstance(self.steps.get(place), str) for place in owners):
                 self._reports.warn(
                     f"backward {number} of a training step reached parameters of the optimizers {list(owners)}, and "
                     "none of them stepped after it: it is in no statistics. Toggle the optimizers "
                     "(self.toggle_optimizer), so that a backward reaches the parameters of one of them alone"
                 )
         steps: dict[int, list[PerSampleRecord]] = {}
-        for place, content in {**waiting, **self._steps}.items():
+        for place, content in {**waiting, **self.steps}.items():
             if isinstance(content, str):
                 self._reports.warn(f"{content}; the statistics of that step are left out")
                 continue
@@ -271,30 +262,48 @@ def unseen(device: str) -> Iterator[None]:
 # Which backward passes are in ``.grad``, read from it itself
 
 
-@dataclass(eq=False)
-class _Seen:
-    """What ``.grad`` of one parameter was when it was last looked at."""
+class SeenGrad:
+    """What ``.grad`` of a parameter was at a look: which tensor, and how often it had been written to."""
 
-    parameter: nn.Parameter
-    grad: weakref.ref[Tensor] | None = None  # the tensor in ``.grad``
-    version: int = 0  # how often it had been written to
-    magnitudes: Tensor | None = None  # its largest entry and two norms, (3,); None where they do not matter
-    of: set[int] = field(default_factory=set)  # the numbers of the backward passes that are in it
-    doubtful: set[int] = field(default_factory=set)  # those of them that may have been dropped
-    replaced: bool = False  # another tensor than backward filled was put there, or other numbers were written to it
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.look()
 
-    def is_same(self, grad: Tensor) -> bool:
-        """Whether this is the tensor of the last look."""
-        return self.grad is not None and self.grad() is grad
+    def look(self) -> None:
+        """Remember what is there now."""
+        grad = self.parameter.grad
+        self._tensor: weakref.ref[Tensor] | None = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else version_counter(grad)
+
+    def is_there(self) -> bool:
+        """Whether ``.grad`` is the tensor that it was."""
+        return self._tensor is not None and self._tensor() is self.parameter.grad
+
+    def is_unchanged(self) -> bool:
+        """Whether it is, or is None as before, and was not written to since."""
+        grad = self.parameter.grad
+        if grad is None:
+            return self._tensor is None
+        return self.is_there() and version_counter(grad) == self._version
+
+
+class _Followed(SeenGrad):
+    """What ``.grad`` of one parameter was when it was last looked at, and which backward passes are in it."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.drop()
+        super().__init__(parameter)
 
     def drop(self, *, replaced: bool = False) -> None:
         """No backward is in it any more."""
-        self.of, self.doubtful, self.replaced = set(), set(), replaced
+        self.of: set[int] = set()  # the numbers of the backward passes that are in it
+        self.doubtful: set[int] = set()  # those of them that may have been dropped
+        self.replaced = replaced  # by another tensor than backward filled, or by other numbers in it
 
-    def note(self, magnitudes: Tensor | None = None) -> None:
-        """Remember what is there now."""
+    def look(self, magnitudes: Tensor | None = None) -> None:
+        """Remember what is there now; of its numbers the largest entry and two norms, (3,), where they matter."""
+        super().look()
         grad = self.parameter.grad
-        self.grad, self.version = (None, 0) if grad is None else (weakref.ref(grad), version_counter(grad))
         self.magnitudes = _magnitudes(grad) if magnitudes is None and self.of and grad is not None else magnitudes
 
 
@@ -305,42 +314,40 @@ class GradientOrigins:
     # users have more. What multiplies it (clipping, unscaling) leaves it one of the same samples. Where other numbers
     # are written to it, as those of several backward passes merged by hand, it is not known of which.
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._seen = {name: _Seen(parameter) for name, parameter in parameters.items()}
-        for seen in self._seen.values():
-            seen.note()
+        self._seen = {name: _Followed(parameter) for name, parameter in parameters.items()}
 
     def look(self) -> None:
         """Take note of what was dropped or replaced since the last look."""
         before: list[Tensor] = []
-        after: list[tuple[_Seen, Tensor]] = []
+        after: list[tuple[_Followed, Tensor]] = []
         for seen in self._seen.values():
             grad = seen.parameter.grad
-            if grad is not None and seen.is_same(grad) and seen.of and seen.magnitudes is not None:
+            if grad is not None and seen.is_there() and seen.of and seen.magnitudes is not None:
                 before.append(seen.magnitudes)
                 after.append((seen, _magnitudes(grad)))
                 continue
-            if grad is None or not seen.is_same(grad):
+            if grad is None or not seen.is_there():
                 seen.drop(replaced=grad is not None)
-            seen.note()
+            seen.look()
         if not after:
             return
         found = torch.stack([each.to(before[0].device) for each in (*before, *(now for _, now in after))]).tolist()
         for (seen, now), was, is_now in zip(after, found, found[len(before) :], strict=False):
             if was[0] and not is_now[0]:
                 seen.drop()
-            elif seen.parameter.grad is not None and version_counter(seen.parameter.grad) != seen.version:
+            elif not seen.is_unchanged():
                 if not is_now[0]:
                     seen.doubtful |= seen.of  # setting zeros to zero and scaling them look the same
                 elif not _are_multiples(was, is_now):
                     seen.drop(replaced=True)
-            seen.note(now)
+            seen.look(now)
 
     def add(self, backward: int, reached: Collection[str]) -> None:
         """A backward has run."""
         for name, seen in self._seen.items():
             if name in reached and seen.parameter.grad is not None:
                 seen.of.add(backward)
-            seen.note()
+            seen.look()
 
     def holders(self, backward: int, names: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
         """The parameters among these whose ``.grad`` holds a backward, and those for which that is not known."""

@@ -371,8 +371,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ) -> None:
         """Note which backward passes this step uses, where there may be several."""
         shared = shared_capture(trainer)
-        if shared is not None:
-            shared.at_optimizer_step(optimizer)
+        if shared is not None and shared.manual is not None:
+            shared.manual.at_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

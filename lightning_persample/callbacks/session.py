@@ -21,7 +21,6 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_persample.batch_axis.axis import BatchAxis
 from lightning_persample.batch_axis.batch import EmptyBatchError, OfLoaders, count_samples
@@ -45,7 +44,6 @@ from lightning_persample.callbacks.manual import (
     NO_FALLBACK,
     NOT_VERIFIED,
     ManualStep,
-    StepContent,
     unseen,
     why_not_manual,
 )
@@ -253,10 +251,6 @@ class SharedCapture:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
 
-    def stepping_with(self, place: int) -> StepContent | None:
-        """The backward passes that an optimizer steps with, by number; None outside of what optimizes by hand."""
-        return None if self._manual is None else self._manual.content_of_step(place)
-
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
         step = self._step
@@ -273,7 +267,7 @@ class SharedCapture:
         self._receivers: list[Any] = []
         self._is_empty = False
         self._step: ObservedStep | None = None
-        self._manual: ManualStep | None = None
+        self.manual: ManualStep | None = None
         self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None  # of an extra pass
         self._loss_scale: Tensor | None = None
@@ -356,13 +350,13 @@ class SharedCapture:
         step = self._open() if reason is None else None
         if step is None:
             return training_step()
-        self._manual = ManualStep(step, self.module, self.trainer.optimizers, self._deliver, self.reports)
+        self.manual = ManualStep(step, self.module, self.trainer.optimizers, self._deliver, self.reports)
         steps = self.trainer.global_step
-        with step.capture.observe(), self._manual.watching_optimizers():
+        with step.capture.observe(), self.manual.watching_optimizers():
             outputs = training_step()
-        stepped = self._manual.stepped or self.trainer.global_step > steps
-        self._optimizer_steps = self._manual.end()
-        self._manual = self._step = None
+        stepped = self.manual.steps or self.trainer.global_step > steps
+        self._optimizer_steps = self.manual.end()
+        self.manual = self._step = None
         self._sums_differ = step.sums_differ
         step.capture.close()
         if not step.capture.records and stepped:
@@ -372,20 +366,15 @@ class SharedCapture:
             )
         return outputs
 
-    def at_optimizer_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step, in manual optimization; may be said several times."""
-        if self._manual is not None:
-            self._manual.at_step(optimizer)
-
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._manual is None:
+        if self.manual is None:
             if self.trainer.training and not (self._in_training_step or self.reports.has_said_fault):
                 self.reports.refuse(
                     "manual_backward was called outside of training_step: this backward has no record and is in no "
                     "statistics; call it in training_step"
                 )
             return manual_backward(*args, **kwargs)
-        return self._manual.manual_backward(manual_backward, *args, **kwargs)
+        return self.manual.manual_backward(manual_backward, *args, **kwargs)
 
     def _after_an_extra_pass(self, training_step: Callable[[], Any]) -> Any:
         if self._second_is_refused:
@@ -495,7 +484,7 @@ class SharedCapture:
         return run() if self._step is None else self._step.capture.run_copying(number, run)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._manual is not None:
+        if self.manual is not None:
             return backward(*args, **kwargs)
         if self._step is not None:
             return self._observed_backward(self._step, partial(backward, *args, **kwargs))

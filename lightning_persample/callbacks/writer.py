@@ -139,7 +139,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self.projection, self.dtype = projection, dtype
         self.flush_every = flush_every
         self.overwrite = overwrite
-        self._manifest: Manifest | None = None
+        self._run = ""
         self._loaded: dict[str, int] = {}
         self._written: dict[str, tuple[dict[int, int], dict[int, int]]] = {}  # by run its files, of rows and gradients
         self._groups: tuple[str, ...] = ()
@@ -160,8 +160,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._held: list[CapturedRows] = []  # of batches whose optimizer step is still to come
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
-        self._precision: Any = None
-        self._processes, self._was_automatic = 1, True
+        self._was_automatic = True
         self._said: set[str] = set()
         self._unread: Collection[str] = ()  # of the columns that are chosen by name
         self._why_unread = ""
@@ -189,9 +188,8 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Which run this is, and the first step that it does not have."""
-        run = "" if self._manifest is None else self._manifest.run
         # A batch whose rows are not complete yet has been trained on all the same.
-        return {"run": run, "batches": self._batches + bool(self._current), "files": {}, "gradient_files": {}}
+        return {"run": self._run, "batches": self._batches + bool(self._current), "files": {}, "gradient_files": {}}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write, on all processes before one saves it, what a fit that goes on from here will not see again."""
@@ -229,14 +227,14 @@ class PerSampleGradientWriter(PerSampleCallback):
         if not self._loaded:
             step = trainer.global_step
             first = self._last_step + self._has_stepped  # rows of a window that was not completed are written again
-            if pl_module.automatic_optimization and self._manifest is not None and step >= first:
-                self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
+            if pl_module.automatic_optimization and self._run and step >= first:
+                self._loaded = {self._run: step}  # a further fit of the same Trainer
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
                 self._written = {}
         open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
         manifest, there = opened(trainer, self._lock, open_folder, "a ledger")
-        self._manifest, self._types = manifest, dict(manifest.columns)
+        self._run, self._types = manifest.run, dict(manifest.columns)
         self._ledger.run = manifest.run
         rank = trainer.global_rank
         if self.projection is not None:
@@ -267,7 +265,6 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what rows are made with."""
         self._rates = LearningRates(pl_module, trainer.optimizers, self._warn, partial(self._fail, trainer))
-        self._precision, self._processes = trainer.precision_plugin, trainer.world_size
         self._was_automatic = pl_module.automatic_optimization
 
     def _forget_steps(self) -> None:
@@ -303,8 +300,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._warn("automatic_optimization was changed in the middle of the fit: batches since then have no rows")
             return
         step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
-        scaler = getattr(self._precision, "scaler", None)  # of mixed precision
-        divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of mixed precision
+        divisor = float(trainer.world_size if scaler is None else scaler.get_scale() * trainer.world_size)
         backward = step, trainer.current_epoch, batch_idx, record.backward_index, record.coverage
         samples = keys_of(record), record.samples, record.batch_size
         norms = self._norms_of(record)
@@ -406,44 +403,37 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._forget_steps()
 
     def _flush(self, trainer: Trainer) -> None:
-        if self._parts is not None and self._is_taken():
+        there: Manifest | None = None
+        if self._parts is not None:
+            with suppress(PerSampleError, OSError):  # writing says what is wrong
+                there = self._ledger.manifest()
+        if there is not None and there.run != self._run:
+            self._warn(
+                f"the folder {str(self.dirpath)!r} was taken by run {there.run} (overwrite=True) while this fit, run "
+                f"{self._run}, was writing to it: rows of this fit are no longer written. Give each fit its dirpath"
+            )
             self._parts, self._gradients = None, None
         if self._gradients is not None:
             self._gradients.flush()
         captured, self._captured = self._captured, []
         if self._rates is not None:
             self._rates.wrote([*self._current, *self._held])
-        parts, manifest = self._parts, self._manifest
-        if parts is None or manifest is None:
+        parts = self._parts
+        if parts is None:
             return
         if captured:
             table = table_of(captured, self._types, trainer.global_rank)
             if table.num_rows:
                 parts.wait(table)
         try:
-            if trainer.is_global_zero and self._types and not manifest.columns:
-                self._ledger.write_manifest(replace(manifest, columns=self._types))
-                self._manifest = replace(manifest, columns=self._types)
+            if trainer.is_global_zero and self._types and there is not None and not there.columns:
+                self._ledger.write_manifest(replace(there, columns=self._types))
             parts.write()
         except OSError as error:
             self._warn(
                 f"the ledger in {str(self.dirpath)!r} cannot be written: {error}. Training goes on; the rows are kept "
                 f"in memory and tried again with the next ones, until those of {_MOST_WAITING} files wait"
             )
-
-    def _is_taken(self) -> bool:
-        """Whether another run has taken the folder since, whose manifest says nothing of the rows of this one."""
-        own = "" if self._manifest is None else self._manifest.run
-        try:
-            run = self._ledger.manifest().run
-        except (PerSampleError, OSError):  # writing says what is wrong
-            return False
-        if run != own:
-            self._warn(
-                f"the folder {str(self.dirpath)!r} was taken by run {run} (overwrite=True) while this fit, run "
-                f"{own}, was writing to it: rows of this fit are no longer written. Give each fit its dirpath"
-            )
-        return run != own
 
     def _settle(self) -> None:
         try:
@@ -472,18 +462,17 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _promise(self, rows: int, gradients: int) -> None:
         """Say in the manifests how many rows were made, with those that were not written: a loss is seen later."""
-        if self._manifest is not None:
-            with suppress(PerSampleError, OSError):  # then they say that the fit has not ended
-                self._ledger.promise(self._manifest.run, rows)
-                self._store.promise(self._manifest.run, gradients)
+        with suppress(PerSampleError, OSError):  # then they say that the fit has not ended
+            self._ledger.promise(self._run, rows)
+            self._store.promise(self._run, gradients)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
         is_open = self._parts is not None
         lost = self._finish(trainer)
-        if is_open and self._manifest is not None and trainer.world_size == 1:
+        if is_open and trainer.world_size == 1:
             self._promise(*lost)
-            self._ledger.remove_if_empty(self._manifest.run)
+            self._ledger.remove_if_empty(self._run)
         self._lock.release()
 
     def _fail(self, trainer: Trainer | None, error: Exception) -> None:
@@ -501,20 +490,19 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._forget_steps()
         self._flush(trainer)
         self._settle()
-        gradients, self._gradients = self._gradients, None
+        gradients, parts = self._gradients, self._parts
+        self._gradients = self._parts = None
         lost_gradients = 0 if gradients is None else gradients.finish()
         self._let_go()
-        parts, self._parts, self._precision = self._parts, None, None
         if parts is None:
             return 0, lost_gradients
         self._has_stepped = trainer.global_step > self._last_step
-        run = "" if self._manifest is None else self._manifest.run
-        self._written = {run: (self._ledger.files(), self._store.files())}  # for a further fit
+        self._written = {self._run: (self._ledger.files(), self._store.files())}  # for a further fit
         lost = parts.lost + parts.waiting
         if lost:
             self._warn(f"{lost} rows of the ledger in {str(self.dirpath)!r} were not written")
         return lost, lost_gradients
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients"))
+        left_out = dict.fromkeys(("_parts", "_rates", "_gradients"))
         return {**super().__getstate__(), **left_out, "_current": [], "_held": [], "_captured": []}
