@@ -139,6 +139,7 @@ view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor
 is_view = Tensor._is_view
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes: hooks on a tensor by number, or None
 backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(TENSOR_HOOKS[0])
+hooks_after_accumulation: Callable[[Tensor], object] = attrgetter(TENSOR_HOOKS[1])
 
 # Names of ops: the namespaces of what processes do together
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
@@ -155,11 +156,6 @@ collates_rows: Callable[[Any], bool] = attrgetter("_auto_collation")  # of a Dat
 def collate_of(iterator: object) -> object:
     """The collate function of an iterator of a DataLoader, or None."""
     return getattr(iterator, "_collate_fn", None)
-
-
-def hooks_after_accumulation(parameter: Tensor) -> object:
-    """The hooks that are called when a gradient was added to that of a leaf, or None."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def local_part(tensor: Any) -> Any:
@@ -226,8 +222,7 @@ def run_eagerly() -> Callable[[], object]:
     if not dynamo_is_imported():  # nothing is compiled
         return bool  # which does nothing
     frame: Any = torch._dynamo.eval_frame
-    take_back: Callable[[], object] = partial(frame._set_stance, frame._set_stance(_eager_stance()))
-    return take_back
+    return partial(frame._set_stance, frame._set_stance(_eager_stance()))
 
 
 @cache
@@ -314,8 +309,7 @@ def padded_length() -> int | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not pad_packed_sequence.__code__:
         frame = frame.f_back
-    length: int | None = frame.f_locals.get("total_length") if frame.f_code is pad_packed_sequence.__code__ else None
-    return length
+    return frame.f_locals.get("total_length") if frame.f_code is pad_packed_sequence.__code__ else None
 
 
 def saved_results(output: Tensor, names: tuple[str, ...], axis: int = 0) -> dict[str, Tensor]:
@@ -323,7 +317,7 @@ def saved_results(output: Tensor, names: tuple[str, ...], axis: int = 0) -> dict
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
     node = output.grad_fn
-    if not names or node is None or _TOP_HOOKS is None or _TOP_HOOKS(False) is not None:
+    if not names or node is None or _saved_tensors_are_hooked():
         return {}
     rows, found = output.shape[axis : axis + 1], {}
     for name in names:

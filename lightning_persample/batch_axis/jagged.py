@@ -35,8 +35,7 @@ def rows_of(tensor: Any, batch_size: int, axis: BatchAxis) -> BatchAxis | None:
 
 @torch.no_grad()  # (a checkpoint counts what is kept for a backward)
 def _values(tensor: Any) -> Tensor:
-    rows: Tensor = tensor.values()
-    return rows
+    return tensor.values()
 
 
 def on_rows(call: ObservedCall) -> ObservedCall | None:

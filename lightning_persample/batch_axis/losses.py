@@ -77,8 +77,7 @@ def _weighed_by_the_batch(call: ObservedCall, weights: Tensor) -> Followed:
 
 def target_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The targets among the arguments of a loss, which every loss of torch takes second."""
-    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
-    return target
+    return args[1] if len(args) > 1 else kwargs["target"]
 
 
 def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

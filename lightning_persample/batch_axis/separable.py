@@ -322,9 +322,8 @@ class _Number:
             drawn = [self._drawn(each) for each in self.values]
             larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
             away = [3 * each.abs().max() * (0.5 + r) for each, r in zip(self.values, drawn, strict=True)]
-            above, below = (
-                [*map(move, self.values, away)] for move in (torch.add, torch.sub)
-            )  # (and all ranks change)
+            # (and all ranks change)
+            above, below = ([*map(move, self.values, away)] for move in (torch.add, torch.sub))
             for others, must_be_defined in ((larger, True), (above, False), (below, False)):
                 changes = self._changes([*map(torch.where, moves, others, self.values)])
                 if changes is None and must_be_defined:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import operator
 from bisect import bisect_left
@@ -26,6 +25,7 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError, of_user
 from lightning_persample.influence.by_sample import aligned
 from lightning_persample.influence.ledger import Manifest, read_manifest
+from lightning_persample.influence.optional_packages import pandas
 from lightning_persample.influence.scores import el2n, grand
 from lightning_persample.influence.tracin import self_influence
 from lightning_persample.options import CaptureOptions, check_option, is_int, is_path
@@ -156,8 +156,7 @@ class LabelNoiseProbe(PerSampleGradientWriter):
 
     def _training_view(self, loaders: list[Any]) -> TrainingView:
         """The training data with flipped labels; whatever keeps it from that is raised as it is."""
-        view: TrainingView = guard(self._flipped_view, stop)(loaders)
-        return view
+        return guard(self._flipped_view, stop)(loaders)
 
     def _flipped_view(self, loaders: list[Any]) -> TrainingView:
         if len(loaders) != 1:
@@ -457,8 +456,7 @@ class LabelNoiseReport:
 
     def to_pandas(self) -> Any:
         """The table as a ``pandas.DataFrame``."""
-        pandas: Any = importlib.import_module("pandas")
-        return pandas.DataFrame(self.rows(), columns=list(_COLUMNS))
+        return pandas().DataFrame(self.rows(), columns=list(_COLUMNS))
 
     def __str__(self) -> str:
         shown = [("score", "AUC", "corrected", "recall at 20%")]

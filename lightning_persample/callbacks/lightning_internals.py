@@ -54,8 +54,7 @@ def is_lightning_module(value: Any) -> TypeGuard[LightningModule]:
 def lightning_module_for(trainer: Any) -> type[Any]:
     """The class LightningModule of the package that a Trainer is of: it runs no module of the other one."""
     package = next((each.__module__.partition(".")[0] for each in _own_bases(trainer)), "lightning")
-    found: type[Any] = importlib.import_module(package).LightningModule
-    return found
+    return importlib.import_module(package).LightningModule
 
 
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -240,8 +240,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._norms, self._loaded_norms = SampleNorms(), state_dict["samples"]
         self._norms.start_after(self._loaded_norms)
         self._loaded_averages = state_dict["noise_scale"]
-        for part in self._parts:
-            part.load_state_dict(self._loaded_averages.get(part.prefix, []))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the worst samples, if it is asked for; say so where no step was logged."""

@@ -192,8 +192,7 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> np.ndarray[Any, Any]
             for part, count in zip(parts, counts, strict=True)
         ]
         joined = torch.cat(filled).cpu()
-    values: np.ndarray[Any, Any] = (joined.double() if is_real else joined).numpy()  # numpy has no bfloat16
-    return values
+    return (joined.double() if is_real else joined).numpy()  # numpy has no bfloat16
 
 
 def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None) -> tuple[ParameterColumns, ...]:

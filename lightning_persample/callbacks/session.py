@@ -407,8 +407,7 @@ class SharedCapture:
         except BatchSizeError as error:
             return error
         record = guard(self._second.record, partial(why_no_record, engine))
-        found: PerSampleRecord | PerSampleError = record(engine, self._rerun, samples, self._quantities, sums=sums)
-        return found
+        return record(engine, self._rerun, samples, self._quantities, sums=sums)
 
     def _view(self) -> Any:
         """The batch as its samples are looked for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lightning_persample.influence.by_sample import (
     how_often,
     together,
 )
+from lightning_persample.influence.optional_packages import pandas
 from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
@@ -82,8 +82,7 @@ class WorstSamples:
 
     def to_pandas(self) -> Any:
         """The table as a ``pandas.DataFrame``."""
-        pandas: Any = importlib.import_module("pandas")
-        return pandas.DataFrame(self.rows(), columns=list(self.columns))
+        return pandas().DataFrame(self.rows(), columns=list(self.columns))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -311,8 +310,7 @@ def _largest(sums: NDArray[np.float64], counts: NDArray[np.int32], k: int) -> ND
     if k == 0:
         return np.empty(0, np.int64)
     candidates = np.flatnonzero(means >= np.partition(means, -k)[-k])
-    order: NDArray[np.int64] = candidates[np.argsort(-means[candidates], kind="stable")][:k]
-    return order
+    return candidates[np.argsort(-means[candidates], kind="stable")][:k]
 
 
 def _taken(keys: NDArray[np.int64] | list[Any], places: NDArray[np.int64]) -> list[Any]:

@@ -453,9 +453,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         """Write what there is, and say what is missing."""
         is_open = self._parts is not None
         lost = torch.tensor(self._finish(trainer), device=trainer.strategy.root_device)
-        rows, gradients = trainer.strategy.reduce(
-            lost, reduce_op="sum"
-        ).tolist()  # of all processes, which have written
+        # of all processes, which have written
+        rows, gradients = trainer.strategy.reduce(lost, reduce_op="sum").tolist()
         if is_open and trainer.is_global_zero:
             self._promise(rows, gradients)
         self._lock.release()

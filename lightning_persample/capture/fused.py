@@ -129,11 +129,10 @@ class _Convolution(FusedForm):
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
         if weight is None or not any(wanted):
             return None, None, None
-        found: Gradients = torch.ops.aten.convolution_backward(
+        return torch.ops.aten.convolution_backward(
             grad, x, weight, [weight.shape[0]], self._stride, self._padding, self._dilation, False,
             [0] * len(self._stride), self._groups, wanted,
         )  # fmt: skip
-        return found
 
 
 class _Fused(torch.autograd.Function):

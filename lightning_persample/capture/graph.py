@@ -297,8 +297,7 @@ def gradient_reader(output: Tensor, base: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _rows(grad: Any) -> Tensor:
     """The gradient of the rows of a jagged output."""
-    rows: Tensor = detached(grad).values()
-    return rows
+    return detached(grad).values()
 
 
 def _reshaped(size: torch.Size, grad: Tensor) -> Tensor:

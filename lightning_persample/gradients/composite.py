@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -96,6 +99,10 @@ class Block(SampleGradient):
         return torch.unflatten(tensor, self.dim + 1, sizes).movedim(self.dim + 2, 1)
 
 
+AnyComposed = TypeVar("AnyComposed", bound="_Composed")
+
+
+@dataclass(frozen=True, eq=False)
 class _Composed(SampleGradient):
     """What is the sum of other structures, `terms`, of all its samples or of some."""
 
@@ -120,8 +127,37 @@ class _Composed(SampleGradient):
         """The tensors of all terms."""
         return [tensor for term in self.terms for tensor in term.tensors()]
 
+    @abstractmethod
+    def _joined(self, found: Iterable[Tensor]) -> Tensor:
+        """What each term gives as what the sum gives: (B, *rest)."""
+
+    def _map(self: AnyComposed, function: Callable[[Tensor], Tensor]) -> AnyComposed:
+        return replace(self, terms=[term._map(function) for term in self.terms])
+
+    def _dense(self) -> Tensor:
+        return self._joined(term._dense().to(self.dtype) for term in self.terms)
+
+    def _terms_sq_norm(self) -> Tensor:
+        return self._joined(term._terms_sq_norm() for term in self.terms)
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        return self._joined(term._dot(vector) for term in self.terms)
+
+    def _project(self, factors: Factors) -> Tensor:
+        return self._joined(term._project(factors) for term in self.terms)
+
     def _moments(self) -> Moments:
         return total_moments(term._moments() for term in self.terms)
+
+    def times_one(self) -> Tensor | None:
+        """What the terms give, None where one gives none."""
+        parts = [term.times_one() for term in self.terms]
+        known = [part for part in parts if part is not None]
+        return self._joined(known) if len(known) == len(parts) else None
+
+    def scaled(self: AnyComposed, factors: Tensor | float) -> AnyComposed:
+        """The terms, each scaled."""
+        return replace(self, terms=[term.scaled(factors) for term in self.terms])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +166,6 @@ class Sum(_Composed):
 
     # |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
     # gradient is no larger than what they hold.
-
-    terms: Sequence[SampleGradient]
 
     def __post_init__(self) -> None:
         if error := _disagreement(self.terms):
@@ -146,14 +180,8 @@ class Sum(_Composed):
         """The same sum for the samples at these places alone, (m,) integers."""
         return Sum(tuple(term.pick(samples) for term in self.terms))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Sum:
-        return Sum(tuple(term._map(function) for term in self.terms))
-
-    def _dense(self) -> Tensor:
-        result = self.terms[0]._dense().to(self.dtype)
-        for term in self.terms[1:]:
-            result = result + term._dense()
-        return result
+    def _joined(self, found: Iterable[Tensor]) -> Tensor:
+        return functools.reduce(torch.add, found)
 
     def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
         if self._fits_dense() and prod(self.shape) <= self._numbers():
@@ -169,30 +197,8 @@ class Sum(_Composed):
 
     _sq_norm_or_later = _sq_norm
 
-    def _terms_sq_norm(self) -> Tensor:
-        return torch.stack([term._terms_sq_norm() for term in self.terms]).sum(0)
-
     def _inner(self, other: SampleGradient) -> Tensor | None:
-        return torch.stack([term.inner(other) for term in self.terms]).sum(0)
-
-    def _dot(self, vector: Tensor) -> Tensor:
-        return torch.stack([term._dot(vector) for term in self.terms]).sum(0)
-
-    def _project(self, factors: Factors) -> Tensor:
-        result = self.terms[0]._project(factors)
-        for term in self.terms[1:]:
-            result += term._project(factors)
-        return result
-
-    def times_one(self) -> Tensor | None:
-        """The sum of the terms', None where one has none."""
-        parts = [term.times_one() for term in self.terms]
-        known = [part for part in parts if part is not None]
-        return torch.stack(known).sum(0) if len(known) == len(parts) else None
-
-    def scaled(self, factors: Tensor | float) -> Sum:
-        """The sum of the scaled terms."""
-        return Sum(tuple(term.scaled(factors) for term in self.terms))
+        return self._joined(term.inner(other) for term in self.terms)
 
     def _fits_dense(self) -> bool:
         """Is one sample's gradient within the memory budget?"""
@@ -204,11 +210,11 @@ class Sum(_Composed):
     def _sq_norm_by_pairs(self) -> tuple[Tensor, Tensor]:
         """The squared norm, and the size of what was added up for it."""
         squares = [term._sq_norm() for term in self.terms]
-        value = torch.stack(squares).sum(0)
+        value = self._joined(squares)
         for one, two in itertools.combinations(self.terms, 2):
             value = value + 2 * one.inner(two)
         scales = [torch.maximum(sq, term._terms_sq_norm()) for sq, term in zip(squares, self.terms, strict=True)]
-        return value, torch.stack(scales).sum(0)
+        return value, self._joined(scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,11 +240,6 @@ class Deflated(SampleGradient):
     def batch_size(self) -> int:
         """Number of samples, B."""
         return self.source.batch_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors live."""
-        return self.source.device
 
     def tensors(self) -> list[Tensor]:
         """The tensors of what it is made of, and what is taken from its squared norm."""
@@ -291,7 +292,6 @@ def at_samples(groups: Sequence[Sequence[int]], values: Tensor, total: int) -> T
 class Ragged(_Composed):
     """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest."""
 
-    terms: Sequence[SampleGradient]  # of each group
     groups: Sequence[Sequence[int]]  # the samples of each, in the order of the structure's; none stands in two
     total: int  # number of samples B
 
@@ -334,9 +334,6 @@ class Ragged(_Composed):
             terms, groups = [self.terms[0].samples(0, 0)], [()]
         return Ragged(terms, groups, len(samples))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
-        return Ragged([term._map(function) for term in self.terms], self.groups, self.total)
-
     def _joined(self, found: Iterable[Tensor]) -> Tensor:
         """What each group gives, (m, *rest), at the places of its samples: (B, *rest)."""
         return at_samples(self.groups, torch.cat([*found]), self.total)
@@ -345,9 +342,6 @@ class Ragged(_Composed):
         """The structure of each group, and its samples."""
         for term, group in zip(self.terms, self.groups, strict=True):
             yield term, torch.tensor(group, dtype=torch.int64, device=term.device)
-
-    def _dense(self) -> Tensor:
-        return self._joined(term._dense().to(self.dtype) for term in self.terms)
 
     def _sq_norm(self) -> Tensor:
         alone: list[Outer] = []
@@ -361,15 +355,6 @@ class Ragged(_Composed):
         formed = iter(_sq_norms_by_forming(alone).split(1) if alone else ())
         return self._joined(next(formed) if part is None else part for part in parts)
 
-    def _terms_sq_norm(self) -> Tensor:
-        return self._joined(term._terms_sq_norm() for term in self.terms)
-
-    def _dot(self, vector: Tensor) -> Tensor:
-        return self._joined(term._dot(vector) for term in self.terms)
-
-    def _project(self, factors: Factors) -> Tensor:
-        return self._joined(term._project(factors) for term in self.terms)
-
     def _inner(self, other: SampleGradient) -> Tensor:
         dtype = torch.promote_types(self.dtype, other.dtype).to_real()
         return self._joined(term._inner_of(other.pick(place)).to(dtype) for term, place in self._with_places())
@@ -377,18 +362,12 @@ class Ragged(_Composed):
     def _square_sum(self) -> Tensor:
         return torch.stack([term._square_sum() for term in self.terms]).sum(0)
 
-    def times_one(self) -> Tensor | None:
-        """What each group has, None where one has none."""
-        parts = [term.times_one() for term in self.terms]
-        known = [part for part in parts if part is not None]
-        return self._joined(known) if len(known) == len(parts) else None
-
     def scaled(self, factors: Tensor | float) -> Ragged:
         """The groups, each scaled."""
         if not isinstance(factors, Tensor):
-            return Ragged([term.scaled(factors) for term in self.terms], self.groups, self.total)
+            return super().scaled(factors)
         scaled = [term.scaled(factors[place.to(factors.device)]) for term, place in self._with_places()]
-        return Ragged(scaled, self.groups, self.total)
+        return replace(self, terms=scaled)
 
 
 def _sq_norms_by_forming(terms: Sequence[Outer]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -181,8 +181,12 @@ def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
 
 def by_chunks(size: int, bytes_each: int, device: torch.device, compute: Callable[[slice], Tensor]) -> Tensor:
     """What is computed of some entries at a time, see `chunks`, joined along its first axis."""
-    parts = [compute(part) for part in chunks(size, bytes_each, device)] or [compute(slice(0, 0))]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined([compute(part) for part in chunks(size, bytes_each, device)] or [compute(slice(0, 0))])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts along the first axis as one tensor: a part that is alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def outer_kernel(positions: int, rows: int, columns: int, others: int | None = None) -> MatrixKernel:

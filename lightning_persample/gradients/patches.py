@@ -22,6 +22,7 @@ from lightning_persample.gradients.cost import (
     chunks,
     fits,
     forming_kernel,
+    joined,
     patch_costs,
     patch_kernel,
 )
@@ -149,7 +150,8 @@ class Patches(SampleGradient):
         squares, scales = [], []
         for part in chunks(self.batch_size, each, self.device):
             if kernel in GRAM:
-                square, scale = _gram_sums(GRAM[kernel](rows.part(part, dtype)), self.geometry.groups)
+                sums = norms.sum_and_trace(GRAM[kernel](rows.part(part, dtype)))
+                square, scale = (_of_groups(each, self.geometry.groups) for each in sums)
                 scales.append(scale)
             elif kernel == "fourier":
                 formed, scale = fourier_gradients(rows.part(part, dtype))
@@ -164,7 +166,7 @@ class Patches(SampleGradient):
                 terms = [_formed_squares(kernel, Rows(some.to(dtype), read, self.geometry)) for some in outputs]
                 square = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
             squares.append(square)
-        return _joined(squares), _joined(scales) if scales else None
+        return joined(squares), joined(scales) if scales else None
 
     def _is_formed(self) -> bool:
         return self._is_empty() or patch_kernel(self._rows().sizes(self.dtype), dense=False) in DENSE
@@ -195,7 +197,7 @@ class Patches(SampleGradient):
                 added = formed.sum(0)
             total = added if total is None else total.add_(added)
         assert total is not None  # there are samples
-        return _joined(squares), total
+        return joined(squares), total
 
     def _terms_sq_norm(self) -> Tensor:
         dtype, groups = self.dtype, self.geometry.groups
@@ -323,20 +325,15 @@ def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:
     return numbers[kernel] * sizes.item_size
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _gram_sums(products: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """All entries of (b G, m, m), and its diagonal, added up for each sample: (b,) and (b,)."""
-    sums, diagonal = norms.sum_and_trace(products)
-    return (sums, diagonal) if groups == 1 else (sums.view(-1, groups).sum(1), diagonal.view(-1, groups).sum(1))
+def _of_groups(values: Tensor, groups: int) -> Tensor:
+    """What the groups of channels of each sample have, (b G,), added up: (b,)."""
+    return values if groups == 1 else values.view(-1, groups).sum(1)
 
 
 def _product_squares(rows: Rows) -> Tensor:
     """The squared norm of each sample's gradient, of one product for each group of channels: (b,)."""
     squares = norms.sq_sum(rows.output_rows().squeeze(2)) * norms.sq_sum(rows.unfolded().squeeze(2))
-    return squares if rows.geometry.groups == 1 else squares.view(-1, rows.geometry.groups).sum(1)
+    return _of_groups(squares, rows.geometry.groups)
 
 
 def _formed_squares(kernel: PatchKernel, rows: Rows) -> Tensor:
@@ -344,7 +341,7 @@ def _formed_squares(kernel: PatchKernel, rows: Rows) -> Tensor:
     if kernel != "layers":
         return norms.dense_sq_norm(DENSE[kernel](rows))
     squares = torch.stack([norms.dense_sq_norm(product) for product in layer_products(rows, transposed=True)]).sum(0)
-    return squares if rows.geometry.groups == 1 else squares.view(-1, rows.geometry.groups).sum(1)
+    return _of_groups(squares, rows.geometry.groups)
 
 
 def _output_channels(each: int, sizes: PatchSizes) -> list[slice]:

@@ -49,9 +49,8 @@ def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", metadata=nothing, transparent=True, dpi=144)
     drawn = text.getvalue().replace(_INK, "currentColor")
-    drawn = re.sub(
-        r" id=\"(?!C\d)[A-Za-z][A-Za-z0-9.]*_\d+\"", "", drawn[drawn.index("<svg") :]
-    )  # in every figure alike
+    # in every figure alike
+    drawn = re.sub(r" id=\"(?!C\d)[A-Za-z][A-Za-z0-9.]*_\d+\"", "", drawn[drawn.index("<svg") :])
     head = f'<svg id="chart-{name}" role="img" aria-label="{html.escape(label)}"'
     return re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", lambda match: f"{head} {match[1]}>", drawn, count=1)
 

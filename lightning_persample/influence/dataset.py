@@ -236,8 +236,7 @@ class Dataset(ABC, Generic[M]):
 
     def _restored(self, values: dict[str, Any]) -> M:
         """The manifest with these values, in which a tuple is a list and a dataclass a dict."""
-        manifest: M = self.manifest_type(**{each.name: values[each.name] for each in fields(self.manifest_type)})
-        return manifest
+        return self.manifest_type(**{each.name: values[each.name] for each in fields(self.manifest_type)})
 
     # The manifest
 

@@ -108,8 +108,7 @@ class Ledger(Dataset[Manifest]):
         return f"files were removed, or the disk was full when they were to be written: put them back, or {reads}"
 
     def _steps(self, part: Part) -> NDArray[np.int64]:
-        steps: NDArray[np.int64] = self.read(part, ["step"])["step"].to_numpy()
-        return steps
+        return self.read(part, ["step"])["step"].to_numpy()
 
     def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         self.write(part, self.read(part).filter(arrow().array(kept)))

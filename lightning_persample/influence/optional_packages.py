@@ -1,4 +1,4 @@
-"""pyarrow, dask and matplotlib, which are imported only where they are used."""
+"""pyarrow, pandas, dask and matplotlib, which are imported only where they are used."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _imported(package: str, extra: str, why: str, module: str = "") -> Any:
     return importlib.import_module(f"{package}.{module}" if module else package)
 
 
+pandas = partial(_imported, "pandas", "influence", "a table is one of pandas")
 arrow = partial(_imported, "pyarrow", "influence", "a ledger is written and read by pyarrow")
 dask = partial(_imported, "dask", "dask", "the array is one of dask")
 matplotlib = partial(_imported, "matplotlib", "report", "a report is drawn by matplotlib")

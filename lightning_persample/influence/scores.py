@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 from lightning_persample.influence.by_sample import SampleTable, aligned, together
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
-from lightning_persample.influence.optional_packages import arrow
+from lightning_persample.influence.optional_packages import arrow, pandas
 from lightning_persample.options import check_option, check_options
 
 _SHOWN = 3  # of the largest, and of the smallest
@@ -142,9 +141,8 @@ class SampleScores:
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns index, score and count."""
-        pandas: Any = importlib.import_module("pandas")
         columns = {"index": list(self.index), "score": self.scores.numpy(), "count": self.counts.numpy()}
-        return pandas.DataFrame(columns)
+        return pandas().DataFrame(columns)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -290,9 +288,8 @@ class PairScores:
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` of the scores, its index the training samples and its columns the test samples."""
-        pandas: Any = importlib.import_module("pandas")
-        index = pandas.Index(self.train_index, name="train")
-        return pandas.DataFrame(self.scores.numpy(), index=index, columns=pandas.Index(self.test_index, name="test"))
+        train, test = pandas().Index(self.train_index, name="train"), pandas().Index(self.test_index, name="test")
+        return pandas().DataFrame(self.scores.numpy(), index=train, columns=test)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -337,7 +334,6 @@ class TopScores(PairScores):
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns test, rank (from 1), train and score of the largest scores."""
-        pandas: Any = importlib.import_module("pandas")
         kept, tests = self.scores.shape
         index = np.append(np.array(self.train_index), -1)
         columns = {
@@ -346,7 +342,7 @@ class TopScores(PairScores):
             "train": index[self.places.T.flatten().numpy()],
             "score": self.scores.T.flatten().numpy(),
         }
-        frame = pandas.DataFrame(columns)
+        frame = pandas().DataFrame(columns)
         return frame[columns["train"] >= 0].reset_index(drop=True)
 
 
@@ -442,8 +438,7 @@ def _columns_of(ledger: Any) -> Sequence[str]:
         raise OptionError(
             f"ledger is a {type(ledger).__name__}; allowed is its folder, a pyarrow.Table or a pandas.DataFrame"
         )
-    names: Sequence[str] = ledger.column_names
-    return names
+    return ledger.column_names
 
 
 def _tables_of(ledger: Any, columns: list[str]) -> Iterator[Any]:

@@ -192,8 +192,7 @@ class Shards(Dataset[StoreManifest]):
         return rows
 
     def _steps(self, part: Part) -> NDArray[np.int64]:
-        steps: NDArray[np.int64] = self.read(part)["step"]
-        return steps
+        return self.read(part)["step"]
 
     def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         rows = self.read(part)[kept]  # with their checksums: values that something else has changed stay noticed

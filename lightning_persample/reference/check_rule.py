@@ -88,8 +88,7 @@ class _ExampleCall:
     @property
     def device(self) -> torch.device:
         """Where the first weight is."""
-        first: Tensor = self.named[self.weights[0]]
-        return first.device
+        return self.named[self.weights[0]].device
 
     def in_precision(self, dtype: torch.dtype) -> _ExampleCall:
         """The same call with every floating point and complex tensor in another precision."""

@@ -94,5 +94,4 @@ def _occurrences(index: Tensor, num_rows: int) -> Tensor:
     """How often each entry of index (B, T) occurs in its own row, (B, T)."""
     row = torch.arange(index.shape[0], device=index.device).unsqueeze(-1)
     _, inverse, counts = torch.unique(row * num_rows + index, return_inverse=True, return_counts=True)
-    occurrences: Tensor = counts[inverse]
-    return occurrences
+    return counts[inverse]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -300,12 +301,6 @@ def _check(kind: str, replayed: Tensor, given: Tensor | None, valid: Tensor | No
 def _register(kind: str) -> None:
     layer, cell = recurrent_functions(kind)
 
-    def layer_rule(call: Call, grad_output: tuple[Tensor | None, ...]) -> dict[str, SampleGradient]:
-        return recurrent_layer(kind, call, grad_output)
-
-    def cell_rule(call: Call, grad_output: tuple[Tensor | None, ...]) -> dict[str, SampleGradient]:
-        return recurrent_cell(kind, call, grad_output)
-
     names = tuple(dict.fromkeys((*_LAYER, *_PACKED)))
     register_rule(
         layer,
@@ -317,7 +312,7 @@ def _register(kind: str) -> None:
         several_outputs=True,
         draws=_draws,
         per_sample=("input", "hx"),
-    )(layer_rule)
+    )(update_wrapper(partial(recurrent_layer, kind), recurrent_layer))
     register_rule(
         cell,
         arguments=_CELL,
@@ -326,7 +321,7 @@ def _register(kind: str) -> None:
         reads=_CELL,
         several_outputs=True,
         per_sample=("hx",),
-    )(cell_rule)
+    )(update_wrapper(partial(recurrent_cell, kind), recurrent_cell))
 
 
 for _kind in _GATES:
