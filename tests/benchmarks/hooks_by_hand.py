@@ -7,6 +7,7 @@ the calls that give the sum over the samples as the weight's gradient where `fus
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +33,58 @@ _LAYERS: dict[type[nn.Module], tuple[Callable[..., Tensor], str, tuple[str, ...]
     nn.GroupNorm: (torch.group_norm, "input", ("num_groups", "eps"), {}),
     nn.LayerNorm: (torch.layer_norm, "input", ("normalized_shape", "eps"), {}),
     nn.Embedding: (torch.embedding, "indices", (), {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": 0}),
+    nn.BatchNorm2d: (
+        torch.batch_norm,
+        "input",
+        ("running_mean", "running_var", "training", "eps"),
+        {"training": False},
+    ),
 }
+
+
+class Scale(nn.Module):
+    """A learned factor for each channel, the last axis."""
+
+    def __init__(self, other: nn.Parameter) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.other
+
+
+class Permuted(nn.Module):
+    def __init__(self, *axes: int) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.axes)
+
+
+_LAYERS[Scale] = (torch.mul, "input", (), {})
+
+
+def in_plain_layers(module: nn.Module) -> nn.Module:
+    """The module with those of timm's layers that do more than one thing taken apart: it computes the same."""
+    to_last, back = Permuted(0, 2, 3, 1), Permuted(0, 3, 1, 2)
+    for name, part in module.named_children():
+        in_plain_layers(part)
+        layer, kind = copy.copy(part), type(part).__name__
+        if kind == "ConvNeXtBlock":
+            scale = Scale(part.gamma)
+            part.mlp = nn.Sequential(part.mlp, *((to_last, scale, back) if part.use_conv_mlp else (scale,)))
+            part.gamma = None
+        elif kind == "BatchNormAct2d":
+            layer.__class__ = nn.BatchNorm2d
+            setattr(module, name, nn.Sequential(layer, part.drop, part.act))
+        elif kind == "LayerNorm2d":
+            layer.__class__ = nn.LayerNorm
+            setattr(module, name, nn.Sequential(to_last, layer, back))
+        elif kind == "Linear":
+            layer.__class__ = nn.Linear
+            setattr(module, name, layer)
+    return module
 
 
 class Layer:
@@ -105,6 +157,7 @@ class Layer:
 def by_hand(module: nn.Module, x: Tensor, y: Tensor, fuse: bool = False) -> Callable[[], Tensor]:
     """A step with norms; an `UnsupportedError` names what these hooks do not know."""
     squares: list[Tensor] = []
+    in_plain_layers(module)
     inputs: dict[nn.Module, list[Tensor]] = {}
     for name, part in module.named_modules():
         *_, only = _LAYERS.get(type(part), (None,))
