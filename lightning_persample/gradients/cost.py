@@ -115,9 +115,10 @@ _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with 
 _DEPTHWISE = 40  # one multiply-add of a convolution that has one input channel in each group
 _DEPTHWISE_OF_3 = 10  # the same with a kernel of at most three along each axis
 _SMALL = 400  # multiply-adds below which a matrix product of many takes another way
-_SMALL_PRODUCT, _SMALL_EACH = 1_000, 40  # such a product, and each of its multiply-adds
-_PRODUCT = 2_500  # any other one, beside its multiply-adds
+_SMALL_PRODUCT, _SMALL_EACH = 2_000, 70  # such a product, and each of its multiply-adds
+_PRODUCT, _EACH = 5_000, 3  # any other one, and each of its multiply-adds
 _FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
+_REORDERED = 40  # one number of a convolution's input or output, laid out as its kernel reads it
 
 
 def memory_budget(device: torch.device) -> int:
@@ -279,9 +280,11 @@ class PatchSizes:
     def own_products(self) -> int:
         """What torch's own kernel for the weight gradient takes, in multiply-adds of a matrix product."""
         products = self.positions * self.result
-        if not self.is_depthwise or self.device.type != "cpu":
+        if self.device.type != "cpu":
             return products
-        return products * (_DEPTHWISE if max(self.geometry.kernel_size) > 3 else _DEPTHWISE_OF_3)
+        if self.is_depthwise:
+            products *= _DEPTHWISE if max(self.geometry.kernel_size) > 3 else _DEPTHWISE_OF_3
+        return products + _REORDERED * (self.unpadded * self.in_channels + self.positions * self.out_channels)
 
     @property
     def result(self) -> int:
@@ -304,7 +307,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     # - "fourier" matrix products with the sines and cosines of F frequencies, F (P C + (T + K) O), and F O products;
     #   for one input channel in each group, on a CPU;
     # - "product" for T = 1, the squared norms of C K and O numbers;
-    # - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
+    # - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly, and
+    #   on a CPU n C + T O numbers in the order in which it reads them.
     geometry, channels, outputs = sizes.geometry, sizes.in_channels, sizes.out_channels
     kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
     offsets, positions, read, result = prod(kernel_size), sizes.positions, sizes.read, sizes.result
@@ -314,7 +318,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     # One element has its patches (almost) for free.
     unfold = _UNFOLDED * apart * sizes.unfolded * max(width, _SHORT_ROW) // width if offsets > 1 else 0
     few_channels = groups == 1 and channels < _FULL_CHANNELS
-    padded_products = products * _FULL_CHANNELS // channels if few_channels else sizes.own_products
+    padded_products = sizes.own_products + products * (_FULL_CHANNELS - channels) // channels * few_channels
     columns = channels // groups * offsets
     squared = (_SQUARED + _KEPT * dense) * result
     costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + squared}
@@ -354,7 +358,7 @@ def _diagonal_cost(sizes: PatchSizes) -> int:
     (height, width), (first, second) = sizes.out_size, sizes.geometry.kernel_size
     number = sizes.rows * sizes.in_channels
     products = height * sizes.column_products // number
-    product = _SMALL_PRODUCT + _SMALL_EACH * products if products < _SMALL else _PRODUCT + products
+    product = _SMALL_PRODUCT + _SMALL_EACH * products if products < _SMALL else _PRODUCT + _EACH * products
     return first * (number * product + _PICKED * sizes.rows * sizes.out_channels * second * width)
 
 
