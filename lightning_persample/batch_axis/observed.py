@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -267,3 +267,9 @@ def user_place() -> tuple[str, int] | None:
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def place_of(code: CodeType, instruction: int) -> tuple[str, int]:
+    """File and line of an instruction of a function, counted in bytes as by ``frame.f_lasti``."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return code.co_filename, next(lines, None) or code.co_firstlineno

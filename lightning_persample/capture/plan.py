@@ -27,6 +27,7 @@ from lightning_persample.batch_axis.observed import (
     Description,
     ObservedCall,
     is_own,
+    place_of,
     tensors_in,
     user_place,
     version_of,
@@ -649,13 +650,12 @@ class Report:
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
 
     Attributes:
-        text: as given.
         place: which of the gradients of a node is read, where its hook is called with all of them.
         fused: takes the sums over the samples, where the call's backward does not form them itself.
     """
 
     __slots__ = (
-        "_collector", "_handle", "_keeps_values", "_needs", "_readers", "_weights", "fused", "place", "text",
+        "_collector", "_handle", "_keeps_values", "_needs", "_readers", "_text", "_weights", "fused", "place",
     )  # fmt: skip
 
     def __init__(
@@ -667,11 +667,16 @@ class Report:
         text: tuple[Any, ...],
         keeps_values: bool,
     ) -> None:
-        self._collector, self._readers, self._weights, self.text = collector, readers, weights, text
+        self._collector, self._readers, self._weights, self._text = collector, readers, weights, text
         self._needs: Any = compute  # what contributions are computed from; None once it was let go
         self._keeps_values = keeps_values
         self.place: int | None = None
         self.fused: FusedCall | None = None
+
+    @property
+    def text(self) -> tuple[Any, ...]:
+        """The call in messages, as given."""
+        return self._text
 
     def attach(self, hooked: Sequence[Tensor]) -> None:
         """Wait for the gradients of the outputs, given the tensors whose hooks report them."""
@@ -756,7 +761,7 @@ class Report:
 class PlannedReport(Report):
     """The same of a call whose plan was there: what is asked for is taken by a program of the plan, if there is one."""
 
-    __slots__ = ("_owners", "_slots")
+    __slots__ = ("_owners", "_slots", "_where")
 
     def __init__(
         self,
@@ -768,32 +773,41 @@ class PlannedReport(Report):
         placement, tensors, self.fused = slots.placement, call.tensors, call.fused
         self._slots, self._collector, self._readers, self.place = slots, call.collector, readers, None
         self._keeps_values = bool(placement.rule.reads)
-        self._owners: dict[str, Weight] = {}
-        names: list[str] = []
+        marks: Sequence[Any] = call.marks
+        owners: dict[str, Weight] = {}
         for name, place in slots.owners:
-            weight: Any = call.marks[place]
-            self._owners[name] = weight
-            names += weight.names
+            owners[name] = weight = marks[place]
             weight.uses += 1
-        self._weights = list(dict.fromkeys(self._owners.values()))  # (a sharded one may come in two tensors)
+        self._owners = owners
+        self._weights = [*owners.values()] if len(owners) == 1 else [*dict.fromkeys(owners.values())]  # (see `adopt`)
         if self.fused is not None:
-            self.fused.names = {weight: name for name, weight in self._owners.items()}
+            self.fused.names = {weight: name for name, weight in owners.items()}
         written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
         kept, versions = [], []
         for place, is_read, is_laid in slots.values:  # as `keep_value`, without a call
-            tensor = without_data(tensors[place]) if is_laid else tensors[place].detach()
+            tensor = tensors[place]
+            if is_laid:
+                tensor = without_data(tensor)
+            elif tensor.requires_grad or not is_read:  # else what changes the tensor itself changes its version, too
+                tensor = tensor.detach()
             kept.append(tensor)
             if is_read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
                 versions.append((tensor, version_counter(tensor)))
-        product, weight = [], call.marks[slots.product[0]] if slots.product else None
-        if type(weight) is Weight and weight.derivation is not None and weight.derivation.op in OF_ROWS:
+        product: Sequence[tuple[Tensor, object]] = ()
+        made = marks[slots.product[0]] if slots.product else None
+        if type(made) is Weight and made.derivation is not None and made.derivation.op in OF_ROWS:
             product = self._product(output, call)
         self._needs = kept, versions, saved_results(output, placement.saved) if placement.saved else {}, product
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and is_own(frame.f_code.co_filename):  # as `user_place`, without a call
             frame = frame.f_back
-        user = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        self.text = slots.op, slots.shapes, user, tuple(names)
+        self._where = None if frame is None else (frame.f_code, frame.f_lasti)
+
+    @property
+    def text(self) -> tuple[Any, ...]:
+        """The call in messages, found when it is asked for."""
+        names = [name for weight in self._owners.values() for name in weight.names]
+        return self._slots.op, self._slots.shapes, None if self._where is None else place_of(*self._where), tuple(names)
 
     def _product(self, output: Tensor, call: TorchCall) -> list[tuple[Tensor, object]]:
         """Output and shift of a convolution by a weight made of a parameter's rows, and what was written to them."""

@@ -280,11 +280,9 @@ class PatchSizes:
     def own_products(self) -> int:
         """What torch's own kernel for the weight gradient takes, in multiply-adds of a matrix product."""
         products = self.positions * self.result
-        if self.device.type != "cpu":
+        if not self.is_depthwise or self.device.type != "cpu":
             return products
-        if self.is_depthwise:
-            products *= _DEPTHWISE if max(self.geometry.kernel_size) > 3 else _DEPTHWISE_OF_3
-        return products + _REORDERED * (self.unpadded * self.in_channels + self.positions * self.out_channels)
+        return products * (_DEPTHWISE if max(self.geometry.kernel_size) > 3 else _DEPTHWISE_OF_3)
 
     @property
     def result(self) -> int:
@@ -318,7 +316,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     # One element has its patches (almost) for free.
     unfold = _UNFOLDED * apart * sizes.unfolded * max(width, _SHORT_ROW) // width if offsets > 1 else 0
     few_channels = groups == 1 and channels < _FULL_CHANNELS
-    padded_products = sizes.own_products + products * (_FULL_CHANNELS - channels) // channels * few_channels
+    padded_products = products * _FULL_CHANNELS // channels if few_channels else sizes.own_products
     columns = channels // groups * offsets
     squared = (_SQUARED + _KEPT * dense) * result
     costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + squared}
@@ -333,7 +331,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
         transformed = sizes.unpadded * channels + (positions + sizes.rows * offsets) * outputs
         costs["fourier"] = sizes.frequencies * (transformed + _ELEMENTWISE * sizes.rows * outputs)
     if on_cpu or groups > 1:
-        costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
+        reordered = _REORDERED * on_cpu * (sizes.unpadded * channels + positions * outputs)
+        costs["grouped"] = padded_products + reordered + (_GROUPED_OUTPUT + _KEPT * dense) * result
     if not dense and positions == 1:
         costs["product"] = sizes.unfolded + outputs
     if not dense and item_size * 3 * read**2 * groups <= budget:
