@@ -836,6 +836,7 @@ class PlannedReport(Report):
         """The same, by a program where there is one, and guarded."""
         collector, weights, programs, needs = self._collector, self._weights, self._slots.programs, self._needs
         grad, made, results = grads[self.place or 0], None, None
+        dots_of: list[Tensor] = []
         try:
             with without_torch_function():
                 if (
@@ -851,7 +852,7 @@ class PlannedReport(Report):
                 ):
                     kept, versions, saved, product = needs
                     grad = grad.detach() if grad.requires_grad else grad
-                    given, kind, are_unchanged, dots_of = (*kept, *saved.values(), grad), None, True, list[Tensor]()
+                    given, kind, are_unchanged = (*kept, *saved.values(), grad), None, True
                     if made is not None:
                         of_weights = made.tensors()
                         if (
