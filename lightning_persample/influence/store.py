@@ -26,7 +26,6 @@ from lightning_persample.influence.shards import (
     CHECKSUM,
     ParameterColumns,
     Shards,
-    StoreManifest,
     columns_for,
     read_values,
     record_dtype,
@@ -57,10 +56,6 @@ class GradientStore:
             manifest's), "step", "learning_rate", "weight" (nan if unknown), "scale" and the columns of the user.
     """
 
-    dirpath: Path
-    manifest: StoreManifest
-    rows: NDArray[Any]
-
     def __init__(self, dirpath: str | os.PathLike[str], *, partial: bool = False) -> None:
         self.dirpath = Path(dirpath).absolute()
         self.manifest = Shards(dirpath).manifest()
@@ -71,7 +66,7 @@ class GradientStore:
             raise PerSampleError(f"the shards in {os.fspath(self.dirpath)!r} are of several stores, with other columns")
         lengths, joined = list(map(len, rows)), np.concatenate(rows)
         order = np.argsort(joined["checkpoint"], kind="stable")
-        self.rows = repack_fields(joined[order][list(dtype.names or ())])
+        self.rows: NDArray[Any] = repack_fields(joined[order][list(dtype.names or ())])
         self._paths = tuple(os.fspath(part.path) for part in parts)
         lies = np.empty(len(joined), [("shard", "<i8"), ("position", "<i8"), (CHECKSUM, joined.dtype[CHECKSUM])])
         lies["shard"], lies[CHECKSUM] = np.repeat(np.arange(len(lengths)), lengths), joined[CHECKSUM]
