@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -184,33 +184,83 @@ def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=batches, **options)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pass:
-    """A pass over every sample of a dataset: options of `collect_gradients`, see there, and what it made of them."""
+    """A pass over every sample of a dataset: options of `collect_gradients`, see there, where all are allowed."""
 
     module: nn.Module
-    samples: SamplesOnce
-    checkpoints: Checkpoints
-    names: Sequence[str]  # of the parameters whose gradients are looked at
+    dataloader: Iterable[Any]
+    sources: Sequence[Source] | None
     loss: Callable[[Any, Any], Any] | None
+    parameters: Sequence[str] | None
+    sample_index: Callable[[Any], Any] | None
+    weights_only: bool | None
     capture: CaptureOptions  # `loss_reduction`, `batch_dim`, `batch_size`, `batch_layout` and `max_memory`
     quantity: str  # of the records
-    sample_index: Callable[[Any], Any] | None
+
+    def __post_init__(self) -> None:
+        for name, given in {"loss": self.loss, "sample_index": self.sample_index}.items():
+            check_option(name, given, given is None or callable(given), "None or a callable")
+        check_options(**self.capture)
+        are_plain = self.weights_only in (None, True, False)
+        check_option("weights_only", self.weights_only, are_plain, "None, True or False")
+        self.module = module = getattr(self.module, COMPILED, self.module)  # what torch.compile wraps
+        if self.loss is None and not is_lightning_module(module):
+            raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
+        if self.loss is None and not module.automatic_optimization:
+            raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
+        self.names = _chosen(module, self.parameters)
+        self.checkpoints = Checkpoints(_places(self.sources), self.weights_only)
+        if is_a(self.dataloader, "LightningDataModule"):
+            raise OptionError(
+                f"dataloader is the LightningDataModule {type(self.dataloader).__name__}, which has several: call its "
+                "setup('fit') and pass one of its loaders, e.g. dataloader=datamodule.train_dataloader()"
+            )
+        self.samples = SamplesOnce(self.dataloader, self.sample_index is not None)
+        known = dict(module.named_parameters())
+        refused = [name for name in self.names if known[name].is_complex()]
+        if refused:
+            raise UnsupportedError(
+                f"{', '.join(f'`{name}`' for name in refused)}: gradients of complex parameters are not stored, but "
+                "only real ones: leave them out with parameters=[...], the names of all others"
+            )
+        frozen = [name for name, parameter in known.items() if parameter.is_inference()]
+        if frozen:
+            raise OptionError(f"`{frozen[0]}` was made under torch.inference_mode and has no gradient: make it outside")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Collection(Pass):
     """A pass whose gradients are stored."""
 
     dirpath: Path
-    manifest: StoreManifest  # as far as it is known before the processes are there
-    trainable: Mapping[str, bool]  # by parameter whether the module as it was given trains it
-    not_compared: Sequence[str]  # the options that are callables which their names do not tell from others
     columns: Mapping[str, Callable[[Any, Any], Tensor]]
     projection: Projection | None
+    dtype: str
     direction: Literal["adam"] | None
     rows_per_shard: int | None
     overwrite: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = dict(self.module.named_parameters())
+        # by parameter whether the module as it was given trains it
+        self.trainable = {name: parameter.requires_grad for name, parameter in known.items()}
+        callables: dict[str, Any] = {"loss": self.loss, "loss_reduction": self.capture["loss_reduction"]}
+        callables |= {f"columns[{name!r}]": column for name, column in self.columns.items()}
+        # the options that are callables which their names do not tell from others
+        self.not_compared = [name for name, each in callables.items() if not _is_known_by_name(each)]
+        by_name = {name: named(each) for name, each in callables.items()}
+        self.manifest = StoreManifest(  # as far as it is known before the processes are there
+            run=uuid.uuid4().hex,
+            parameters=layout_of({name: known[name].shape for name in self.names}, self.projection),
+            projection=None if self.projection is None else self.projection.settings(),
+            dtype=self.dtype,
+            columns=tuple(self.columns),
+            settings={"direction": self.direction, **by_name},
+            libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
+            samples=None if self.sample_index is not None else self.samples.size,
+        )
 
 
 if TYPE_CHECKING:
@@ -420,7 +470,7 @@ class Storing(Passing):
             checkpoints = tuple(_as_before(now, was) for now, was in zip(checkpoints, before, strict=False))
         return replace(
             self._manifest,
-            settings={**self._manifest.settings, "data": data},
+            settings={**self._manifest.settings, "precision": trainer.precision, "data": data},
             checkpoints=checkpoints,
             processes=trainer.world_size,
         )
@@ -637,56 +687,33 @@ def collect_gradients(
     by_name: Any = {} if columns is None else columns
     are_columns = isinstance(by_name, Mapping) and all(map(callable, by_name.values()))
     check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
-    common = checked_pass(
+    asked = Collection(
         module,
         dataloader,
-        checkpoints=checkpoints,
+        sources=checkpoints,
         loss=loss,
         parameters=parameters,
         sample_index=sample_index,
         weights_only=weights_only,
+        capture=CaptureOptions(
+            loss_reduction=loss_reduction,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            batch_layout=batch_layout,
+            max_memory=max_memory,
+        ),
         quantity="grad_sample" if direction or projection is None else "projection",
-        loss_reduction=loss_reduction,
-        batch_dim=batch_dim,
-        batch_size=batch_size,
-        batch_layout=batch_layout,
-        max_memory=max_memory,
-    )
-    module = common.module
-    known = dict(module.named_parameters())
-    columns = {} if columns is None else dict(columns)
-    trainer = quiet_trainer() if trainer is None else trainer
-    callables: dict[str, Any] = {"loss": loss, "loss_reduction": loss_reduction}
-    callables |= {f"columns[{name!r}]": column for name, column in columns.items()}
-    manifest = StoreManifest(
-        run=uuid.uuid4().hex,
-        parameters=layout_of({name: known[name].shape for name in common.names}, projection),
-        projection=None if projection is None else projection.settings(),
-        dtype=dtype,
-        columns=tuple(columns),
-        settings={
-            "direction": direction,
-            **{name: named(each) for name, each in callables.items()},
-            "precision": trainer.precision,
-        },
-        libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
-        samples=None if sample_index is not None else common.samples.size,
-    )
-    asked = Collection(
-        **vars(common),
         dirpath=folder,
-        manifest=manifest,
-        trainable={name: parameter.requires_grad for name, parameter in known.items()},
-        not_compared=[name for name, each in callables.items() if not _is_known_by_name(each)],
-        columns=columns,
+        columns={} if columns is None else dict(columns),
         projection=projection,
+        dtype=dtype,
         direction=direction,
         rows_per_shard=rows_per_shard,
         overwrite=overwrite,
     )
-    run_pass(asked, trainer, Storing, [_WritesInAnyCase()])
+    run_pass(asked, quiet_trainer() if trainer is None else trainer, Storing, [_WritesInAnyCase()])
     store = GradientStore(folder, partial=True)
-    common.samples.check_complete(store.rows, len(common.checkpoints))
+    asked.samples.check_complete(store.rows, len(asked.checkpoints))
     return store
 
 
@@ -700,50 +727,6 @@ class _WritesInAnyCase(Callback):
                 pl_module.write()
             finally:
                 pl_module.lock.release()
-
-
-def checked_pass(
-    module: nn.Module,
-    dataloader: Iterable[Any],
-    *,
-    checkpoints: Sequence[Source] | None,
-    loss: Callable[[Any, Any], Any] | None,
-    parameters: Sequence[str] | None,
-    sample_index: Callable[[Any], Any] | None,
-    weights_only: bool | None,
-    quantity: str,
-    **capture: Any,
-) -> Pass:
-    """The options of a pass over a dataset, where all of them are allowed."""
-    for name, given in {"loss": loss, "sample_index": sample_index}.items():
-        check_option(name, given, given is None or callable(given), "None or a callable")
-    check_options(**capture)
-    check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
-    module = getattr(module, COMPILED, module)  # what torch.compile wraps
-    if loss is None and not is_lightning_module(module):
-        raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
-    if loss is None and not module.automatic_optimization:
-        raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
-    chosen = _chosen(module, parameters)
-    places = _places(checkpoints)
-    if is_a(dataloader, "LightningDataModule"):
-        raise OptionError(
-            f"dataloader is the LightningDataModule {type(dataloader).__name__}, which has several: call its "
-            "setup('fit') and pass one of its loaders, e.g. dataloader=datamodule.train_dataloader()"
-        )
-    samples = SamplesOnce(dataloader, sample_index is not None)
-    known = dict(module.named_parameters())
-    refused = [name for name in chosen if known[name].is_complex()]
-    if refused:
-        raise UnsupportedError(
-            f"{', '.join(f'`{name}`' for name in refused)}: gradients of complex parameters are not stored, but "
-            "only real ones: leave them out with parameters=[...], the names of all others"
-        )
-    frozen = [name for name, parameter in known.items() if parameter.is_inference()]
-    if frozen:
-        raise OptionError(f"`{frozen[0]}` was made under torch.inference_mode and has no gradient: make it outside")
-    options = cast("CaptureOptions", capture)
-    return Pass(module, samples, Checkpoints(places, weights_only), chosen, loss, options, quantity, sample_index)
 
 
 def run_pass(asked: Pass, trainer: Trainer, kind: type[Kind], callbacks: Sequence[Callback] = ()) -> Kind:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_persample.callbacks.checkpoints import Source
-from lightning_persample.callbacks.collect import Pass, Passing, checked_pass, run_pass
+from lightning_persample.callbacks.collect import Pass, Passing, run_pass
 from lightning_persample.callbacks.lightning_internals import quiet_trainer
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
@@ -25,6 +25,7 @@ from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.influence_functions import LOGRA_DAMPING
+from lightning_persample.options import CaptureOptions
 
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
 
@@ -138,20 +139,22 @@ class EigenProjection(Projection):
         """
         if dim is not None:
             Projection(dim)  # refuses what is not allowed
-        asked = checked_pass(
+        asked = Pass(
             module,
             dataloader,
-            checkpoints=None if checkpoint is None else (checkpoint,),
+            sources=None if checkpoint is None else (checkpoint,),
             loss=loss,
             parameters=None if parameters is None else list(parameters),
             sample_index=sample_index,
             weights_only=weights_only,
+            capture=CaptureOptions(
+                loss_reduction=loss_reduction,
+                batch_dim=batch_dim,
+                batch_size=batch_size,
+                batch_layout=batch_layout,
+                max_memory=max_memory,
+            ),
             quantity="projection",
-            loss_reduction=loss_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            batch_layout=batch_layout,
-            max_memory=max_memory,
         )
         fitted = run_pass(asked, quiet_trainer() if trainer is None else trainer, Fitting)
         if not fitted.sums:
