@@ -784,11 +784,12 @@ class PlannedReport(Report):
             self.fused.names = {weight: name for name, weight in owners.items()}
         written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
         kept, versions = [], []
-        for place, is_read, is_laid in slots.values:  # as `keep_value`, without a call
+        # As `keep_value`, without a call. Data without a history stays as it is, as in autograd's own nodes.
+        for place, is_read, is_laid in slots.values:
             tensor = tensors[place]
             if is_laid:
                 tensor = without_data(tensor)
-            elif tensor.requires_grad or not is_read:  # else what changes the tensor itself changes its version, too
+            elif tensor.requires_grad or not is_read or type(tensor) is not Tensor:
                 tensor = tensor.detach()
             kept.append(tensor)
             if is_read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
