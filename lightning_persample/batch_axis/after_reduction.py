@@ -198,7 +198,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         uneven=max(mark.uneven for _, mark in added),
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
-        counts=frozenset().union(*(mark.counts for _, mark in added)),
+        counts=frozenset().union(*(mark.counts for _, mark in added)), chosen=any(mark.chosen for _, mark in added),
     )  # fmt: skip
     if runs_unseen:
         if not result.parts and of_several:
@@ -246,8 +246,9 @@ def _parts(call: ObservedCall, added: list[tuple[Tensor, Lost]], divided_by: Ten
         stays = _is_chosen(factors, call.batch_size, size) and mark.parts <= {size, call.batch_size}
         parts = mark.parts if stays else _scaled(call, mark.parts, factors, size, mark.counts)
         found.append(parts if stays or not multiplies or divided_by is None else parts | {1, size})
-    together = frozenset.intersection(*found)
-    if len(added) > 1 and not together <= {1, call.batch_size} and _overlap([mark for _, mark in added]):
+    together, marks = frozenset.intersection(*found), [mark for _, mark in added]
+    are_terms = together <= {1, call.batch_size} and not any(mark.chosen for mark in marks)
+    if len(added) > 1 and not are_terms and _overlap(marks):
         return together if _adds(call) and _terms(call, Followed(())) else None
     if together and not (multiplies or call.op in _MOVES | _SUMS or _adds(call)):
         return frozenset()
@@ -321,6 +322,8 @@ def _overlap(marks: list[Lost]) -> bool:
 
 def _why_unequal(call: ObservedCall, marks: list[Lost]) -> str:
     """Terms of a loss that are different parts of a sum over the samples."""
+    if any(mark.chosen for mark in marks) and _overlap(marks):
+        return f"`{call.name}` takes samples a second time that the values of the whole batch choose{user_line()}"
     kinds = {mark.parts == {1} and len(mark.samples) != 1 for mark in marks}
     if kinds == {True, False}:
         two = f"`{call.name}` puts a mean and a sum over the samples together{user_line()}"

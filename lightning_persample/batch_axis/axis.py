@@ -238,6 +238,7 @@ class EntryOwners:
         orders: it holds places of samples, in an order that other samples say, or is one of them.
         by_rank: where other samples say at which place an entry stands, by what each sample was multiplied, (B,), 0
             where it has no part; else None.
+        chosen: the values of the samples say which of them it has, as in a maximum.
     """
 
     samples: frozenset[int] = frozenset()
@@ -246,6 +247,7 @@ class EntryOwners:
     listed: bool = False
     orders: bool = False
     by_rank: Tensor | None = None
+    chosen: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

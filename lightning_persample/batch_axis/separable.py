@@ -204,7 +204,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     if some and number.weight and not _ORDERS.isdisjoint(computed.ops):  # (which they are is up to the values of all)
         weights = torch.zeros(call.batch_size, dtype=torch.float64, device="cpu")
         weights[sorted(some)] = number.weight
-        place = replace(place, by_rank=weights)
+        place = replace(place, by_rank=weights, chosen=True)
     return Followed((place,), weighting=note, by_values=True)
 
 

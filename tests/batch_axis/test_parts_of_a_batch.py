@@ -113,6 +113,24 @@ def test_means_over_unequal_parts_are_said(name: str) -> None:
     assert f"{what} at test_parts_of_a_batch.py" in text
 
 
+CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda each: each.sum() + each.max(),
+    "less the minimum": lambda each: each.sum() - each.amin(),
+    "largest": lambda each: each.topk(3).values.sum() + each.sum(),
+    "sorted": lambda each: torch.stack([each.sum(), 0.5 * each.sort().values[-2:].sum()]).sum(),
+    "two choices": lambda each: each.topk(3).values.sum() + torch.relu(each.max()),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_samples_that_their_values_choose_a_second_time_are_said(name: str) -> None:
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels), loss_reduction="sum", unsupported="ignore") as capture:
+        CHOSEN[name](F.cross_entropy(module(inputs), labels, reduction="none")).backward()
+    (text,) = capture.record.weighting
+    assert "takes samples a second time that the values of the whole batch choose at test_parts_of_a_batch.py" in text
+
+
 @pytest.mark.parametrize("order", ["aab", "aba", "baa"])
 def test_a_part_that_is_added_twice_counts_twice_in_any_order(order: str) -> None:
     module, (inputs, labels) = network(), batch()
