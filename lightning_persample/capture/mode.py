@@ -581,7 +581,7 @@ class Capture:
             dispatcher.notes.excused |= dispatcher.means.notes
         part = dispatcher.part
         counted = part.mean_of if part is not None and part.mean_of else self.batch_size
-        trainable = watched.trainable()
+        trainable = watched.trainable
         reported = []  # what the backward has left anything of
         for name in trainable:
             weight = watched.weights[name]

@@ -252,6 +252,7 @@ class WatchedParameters:
         self._handles: dict[str, RemovableHandle] = {}
         self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
+        self.trainable: dict[str, nn.Parameter] = {}  # those that have a shape, when the backward began
 
     def watch(self, reporting: Collection[Weight] = ()) -> None:
         """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
@@ -266,9 +267,11 @@ class WatchedParameters:
             raise
 
     def _watch(self) -> None:
+        self.trainable = {}
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad or isinstance(parameter, UninitializedTensorMixin):
                 continue
+            self.trainable[name] = parameter
             hooks, ours = backward_hooks(parameter) or {}, self._handles.get(name)
             weight = self.weights[name]
             if ours is None and not hooks and weight.reports:
@@ -289,14 +292,6 @@ class WatchedParameters:
         self._dispatcher.marks[tensor] = weight
         self._adopted.append(self._note_arrival(tensor, name))
         return weight
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters that have a shape."""
-        return {
-            name: parameter
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad and not isinstance(parameter, UninitializedTensorMixin)
-        }
 
     def changed_by_hook(self, weight: Weight, grad: Tensor | None, total: SampleGradient | None) -> str | None:
         """Whether a hook made the gradient of a weight another one than the samples' contributions give."""

@@ -89,7 +89,6 @@ FUNCTIONS: list[Callable[..., Any]] = [
     observed.user_place,
     record.OwnScale.own,
     parameters.WatchedParameters._note,
-    parameters.WatchedParameters.trainable,
     parameters.WatchedParameters.watch,
     plan.Report.__init__,
     plan.Report.attach,
