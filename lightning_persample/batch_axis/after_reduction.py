@@ -171,9 +171,10 @@ def _after_reduction(call: ObservedCall) -> Followed:
     unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
     is_listed = first.listed and call.op in _MOVES and len(marks) == 1
     of_data = not added or not (call.outputs[0].requires_grad or runs_unseen)
+    chosen = any(mark.chosen for mark in marks) and {*(factors_of(call, call.lost[0][0]) or (1,))} != {0}
     if one is not None or noted is not None or of_data:
         own, is_crossed = (first.samples, first.crossed) if one is not None else (frozenset(), of_several)
-        mark = replace(first, samples=own, unplaced=unplaced, crossed=is_crossed)
+        mark = replace(first, samples=own, unplaced=unplaced, crossed=is_crossed, chosen=chosen)
         mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and added:
             mark = replace(mark, parts=_parts(call, added, divisor) or frozenset({1}))
@@ -198,7 +199,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         uneven=max(mark.uneven for _, mark in added),
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
-        counts=frozenset().union(*(mark.counts for _, mark in added)), chosen=any(mark.chosen for _, mark in added),
+        counts=frozenset().union(*(mark.counts for _, mark in added)), chosen=chosen,
     )  # fmt: skip
     if runs_unseen:
         if not result.parts and of_several:

@@ -131,6 +131,21 @@ def test_samples_that_their_values_choose_a_second_time_are_said(name: str) -> N
     assert "takes samples a second time that the values of the whole batch choose at test_parts_of_a_batch.py" in text
 
 
+@pytest.mark.parametrize(
+    "term",
+    [lambda each: 0.0 * each.max(), lambda each: 0 * each.topk(3).values.mean(), lambda each: each.max().detach()],
+)
+def test_a_choice_that_does_not_count_raises_no_alarm(term: Callable[[Tensor], Tensor]) -> None:
+    module, data = network(), batch()
+    expected = loop(module, loss_of, data)
+    with expanded_weights(module, data, quantities=BOTH, unsupported="error") as capture:
+        each = F.cross_entropy(module(data[0]), data[1], reduction="none")
+        (each.mean() + term(each)).backward()
+    assert capture.record.weighting == ()
+    for parameter, grads in expected.items():
+        torch.testing.assert_close(capture.record.grad_samples[parameter], grads, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("order", ["aab", "aba", "baa"])
 def test_a_part_that_is_added_twice_counts_twice_in_any_order(order: str) -> None:
     module, (inputs, labels) = network(), batch()
