@@ -53,7 +53,9 @@ def _contributions(call: Call, grad_output: Tensor, *, is_transposed: bool) -> d
         geometry = _geometry(kernel_size, stride, padding, dilation, groups)
         found["weight"] = Patches(x, grad_output, geometry) if is_transposed else Patches(grad_output, x, geometry)
     if "bias" in call.weights:
-        found["bias"] = Dense(widen(grad_output).flatten(3).sum((1, 3)))
+        rows = widen(grad_output).flatten(3)
+        is_one = rows.shape[1] == rows.shape[3] == 1  # position, as of what an image was averaged to
+        found["bias"] = Dense(rows.flatten(1) if is_one else rows.sum((1, 3)))
     return found
 
 
