@@ -13,17 +13,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import averages, factors_beside, nodes_that_multiply
+from lightning_persample.batch_axis.added_up import averages, factors_beside, factors_of, nodes_that_multiply
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, entries_of
 from lightning_persample.batch_axis.base import Followed, has_equal_rows
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_line
 from lightning_persample.batch_axis.ops import OPS, POINTWISE, having
+from lightning_persample.torch_internals import view_base
 
 _BY_PLACES = frozenset(
     name for name, op in OPS.items() if op.family in ("select", "gather", "take", "getitem", "setitem", "index_put")
 )
 _PICKS, _CLEARS, _JOINS = having("picks"), ("mul", "masked_fill"), having("joins")
 _MOVES = having("same", "casts", "moves", "picks") | {"detach"}
+_MULTIPLIES = ("mul", "rmul", "div", "pow")  # (a power tells rows apart as a factor does)
 _SAME = 1e-5
 
 
@@ -38,8 +40,20 @@ def by_rank(call: ObservedCall, followed: Followed) -> Followed:
             samples = torch.arange(call.batch_size, device=call.outputs[place].device)
             sample = samples if mark.owner is None else mark.owner.sample
             outputs[place] = mark if mark.ranked else replace(mark, owner=Owner(sample, ranked=True))
-    followed = replace(followed, outputs=tuple(outputs))
+    followed = replace(followed, outputs=tuple(outputs), by_values=followed.by_values or (is_ranked and call.inplace))
+    if is_ranked and call.inplace and _scales_some(call, outputs[0]):
+        return _noted(call, followed)
     return _beside_constants(call, followed) if is_ranked else followed
+
+
+def _scales_some(call: ObservedCall, mark: BatchAxis | Lost | None) -> bool:
+    """Whether a call multiplies in place some rows of the batch axis alone, as ``ranked[:k] *= 2``."""
+    rows, is_set = call.args[-1] if call.op == "setitem" else call.outputs[0], call.op == "setitem"
+    place, base = (call.axis_of(rows), call.outputs[0]) if is_set else (mark, view_base(rows))
+    if base is None or not isinstance(place, BatchAxis) or not isinstance(call.operands[0].axis, BatchAxis):
+        return False
+    is_part = base.dim() == rows.dim() and rows.size(place.dim) < base.size(place.dim)
+    return is_part and (_factor_within(rows) if is_set else _factor(call, call.operands[0].tensor, mark)) != 1
 
 
 def _is_put(call: ObservedCall, axis: BatchAxis) -> bool:
@@ -166,7 +180,9 @@ def _factor_within(tensor: Tensor) -> float:
     """By what one number the entries of a tensor were multiplied, as far as its nodes show it."""
     number = 1.0
     try:
-        for _, factor, _ in nodes_that_multiply(tensor):
+        for node, factor, _ in nodes_that_multiply(tensor):
+            if node.name() == "PowBackward0":
+                factor = torch.as_tensor(node._saved_exponent)
             if factor is None or not factor.numel() or bool((factor != factor.flatten()[0]).any()):
                 break
             number *= float(factor.detach().flatten()[0])
@@ -182,10 +198,12 @@ def _factor(call: ObservedCall, tensor: Tensor, mark: BatchAxis | Lost | None) -
         return -number if call.op == "sub" and tensor is not call.args[0] else number
     if call.op == "neg":
         return -1.0
+    if call.op in ("lerp", "addcmul", "addcdiv"):
+        return next(iter(factors_of(call, tensor) or ()), 1.0)
     if averages(call) and isinstance(mark, Lost) and mark.alone is None:
         return 1 / max(tensor.numel(), 1)
     is_count = call.op == "div" and any(isinstance(other, int) for other in call.args)  # (such as a sample's length)
-    beside = factors_beside(call, 1) if call.op in ("mul", "rmul", "div") and not call.made and not is_count else None
+    beside = factors_beside(call, 1) if call.op in _MULTIPLIES and not call.made and not is_count else None
     factor = beside[0] if beside else 1.0
     return factor if call.op != "div" or not factor else 1 / factor
 

@@ -101,6 +101,8 @@ def _why_of_others(call: ObservedCall, lengths: Tensor, owners: Tensor) -> str |
         own = row_owners(where, call.batch_size)
     elif isinstance(where, Lost):
         own = where.entries
+        if own is None and where.of_others and call.batch_size > 1:
+            return meeting(call)
     return None if own is None or torch.equal(own.cpu(), owners.cpu()) else meeting(call)
 
 

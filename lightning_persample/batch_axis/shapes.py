@@ -140,7 +140,8 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
         return keep(call, axis)
     if isinstance(repeats, int):
         return keep(call, replace(axis, inner=axis.inner * repeats))
-    return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
+    rows = _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
+    return replace(rows, aligned=lambda tensor: axis.moved(0) if tensor is repeats else None)
 
 
 @propagation_rule("joined", by_layout=True)
@@ -299,7 +300,8 @@ def _follow_select(call: ObservedCall) -> Followed:
     if call.op == "narrow":
         return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
     if call.op == "index_select":  # (rows in an order of the batch are found by places in that order)
-        return _rows(call, axis if axis.ranked else axis.mixed(call.mixing), dim, owners[index])
+        is_own = axis.ranked and not isinstance(call.axis_of(index), BatchAxis)
+        return _rows(call, axis if is_own else axis.mixed(call.mixing), dim, owners[index])
     if call.op == "unfold":
         return lost(call, "puts several samples into one row")
     if isinstance(index, Tensor) and call.axis_of(index) is not None:

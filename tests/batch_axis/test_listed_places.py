@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.model_cases import Model
-from tests.capture.reference import assert_exact, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -163,6 +163,52 @@ def test_places_among_rows_that_others_place_are_named_where_their_numbers_count
 
     record = record_of(network(), loss, torch.randn(B, T, 5))
     assert "table.weight" in record.unsupported
+
+
+BESIDE_PLACES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "mask": (lambda z, mask, y: z[mask, torch.arange(int(mask.sum())) % D], True),
+    "places": (lambda z, mask, y: z[mask.nonzero()[:, 0], torch.arange(int(mask.sum())) % D], True),
+    "labels": (lambda z, mask, y: z[mask, y[mask]], False),
+    "columns": (lambda z, mask, y: z[mask.nonzero(), torch.arange(2)], False),
+    "one": (lambda z, mask, y: z[mask, torch.tensor([1])], False),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_PLACES)
+def test_numbers_that_meet_picked_samples_by_their_places_are_said(name: str) -> None:
+    pick, is_said = BESIDE_PLACES[name]
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return pick(m(x), x[:, 0] > 0, (x[:, 1] > 0.5).long()).square().sum()
+
+    torch.manual_seed(0)
+    module, x = nn.Linear(5, D), torch.randn(B, 5).abs()
+    x[0, 0] = -1.0
+    record = record_of(module, loss, x, loss_reduction="sum")
+    texts = (*record.mixing, *record.weighting, *record.axis_lost)
+    assert bool(texts) == is_said
+    assert all("`getitem` combines different samples at test_listed_places.py" in text for text in texts)
+    if not is_said:
+        assert_values(record, {name: grads[record.samples] for name, grads in loop(module, loss, (x,)).items()})
+
+
+@pytest.mark.parametrize("bound", ["batch", "sample"])
+def test_rows_in_an_order_that_a_bound_of_the_batch_picks_are_said(bound: str) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        rows = rows[rows[:, 0].argsort()]
+        level = rows[:, 0].mean() if bound == "batch" else 0.0
+        return m(rows).index_select(0, (rows[:, 0] > level).nonzero()[:, 0]).square().sum() / len(x)
+
+    torch.manual_seed(0)
+    module, x = nn.Linear(5, D), torch.randn(B, T, 5)
+    record = record_of(module, loss, x)
+    if bound == "batch":
+        (text,) = {*record.mixing, *record.weighting, *record.axis_lost}
+        assert "`gt` combines samples with a value computed over the whole batch at test_listed_places.py" in text
+    else:
+        assert_values(record, loop(module, loss, (x,)))
+        assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 @pytest.mark.parametrize("is_weighed", [False, True])

@@ -270,6 +270,20 @@ def test_the_lengths_that_padding_gives_are_the_samples(total_length: int | None
     assert_exact(record, {name: grads for name, grads in expected.items() if grads.any()})
 
 
+@pytest.mark.parametrize("of", [torch.amin, torch.amax])
+def test_lengths_that_are_one_number_of_the_batch_are_said(of: Callable[[Tensor], Tensor]) -> None:
+    module, batch = Network(), (torch.randn(3, 5, D), torch.tensor([3, 4, 2]))
+
+    def loss() -> Tensor:
+        lengths = of(batch[1]).expand(3)
+        packed = pack_padded_sequence(module.first(batch[0]), lengths, batch_first=True)
+        return module.head(module.rnn(packed)[1][-1]).square().mean()
+
+    record = captured(module, batch, loss, unsupported="ignore")
+    (text,) = record.mixing
+    assert "`_pack_padded_sequence` combines different samples at test_padded_rows.py" in text
+
+
 def test_a_sample_without_rows_is_padded_alone() -> None:
     module = Network()
 

@@ -209,8 +209,27 @@ ONE_BY_ONE: dict[str, Callable[[Network, Tensor, Sequence[float]], Tensor]] = {
     ),
     "divided": lambda m, x, w: sum(row / w[i] for i, row in enumerate(in_order(m, x))) / 6,
     "stacked": lambda m, x, w: torch.stack([w[i] * row for i, row in enumerate(in_order(m, x))]).sum() / 6,
+    "powers": lambda m, x, w: sum(row ** w[i] for i, row in enumerate(in_order(m, x))) / 6,
+    "interpolated": lambda m, x, w: (
+        sum(torch.lerp(torch.zeros(()), row, w[i]) for i, row in enumerate(in_order(m, x))) / 6
+    ),
+    "multiplied": lambda m, x, w: (
+        sum(torch.addcmul(torch.zeros(()), row, torch.tensor(w[i])) for i, row in enumerate(in_order(m, x))) / 6
+    ),
     "before-a-function": lambda m, x, w: sum((w[i] * row).square() for i, row in enumerate(in_order(m, x))) / 6,
 }
+
+
+def multiplied_in_place(each: Tensor, number: float) -> Tensor:
+    each[:2].mul_(number)
+    return each
+
+
+def set_again(each: Tensor, number: float) -> Tensor:
+    each[:2] = number * each[:2]
+    return each
+
+
 PARTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "sums": lambda each, w: (w * each[:2].sum() + each[2:].sum()) / 6,
     "sums-of-products": lambda each, w: ((w * each[:2]).sum() + each[2:].sum()) / 6,
@@ -218,6 +237,11 @@ PARTS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "split": lambda each, w: (lambda low, high: (low.sum() * w + high.sum()) / 6)(*each.split([2, 4])),
     "joined": lambda each, w: torch.cat([w * each[:2], each[2:]]).mean(),
     "added": lambda each, w: (each[2:].sum()).add(each[:2].sum(), alpha=w) / 6,
+    "powers": lambda each, w: (each[:2].pow(w).sum() + each[2:].sum()) / 6,
+    "joined powers": lambda each, w: torch.cat([each[:2].pow(w), each[2:]]).mean(),
+    "in place": lambda each, w: multiplied_in_place(each.clone(), w).mean(),
+    "set": lambda each, w: set_again(each.clone(), w).mean(),
+    "repeated": lambda each, w: each.repeat_interleave(torch.where(torch.arange(6) < 2, int(w), 1)).sum() / 6,
     "subtracted": lambda each, w: (each[2:].sum() + w * -each[:2].sum().neg()) / 6,
 }
 
@@ -250,8 +274,8 @@ def test_numbers_that_meet_parts_of_an_order_are_said_where_they_differ(
     number: float, name: str, by_values: bool
 ) -> None:
     batch, module = torch.randn(6, 5), Network()
-    if by_values and name == "joined":
-        pytest.skip("parts of sorted values that are joined are said to mix")
+    if by_values and name in ("joined", "joined powers", "powers", "in place", "set", "repeated"):
+        pytest.skip("such parts of sorted values are said to mix")
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return PARTS[name](losses(m, x).sort().values if by_values else in_order(m, x), number)
