@@ -98,14 +98,11 @@ def _follow_getitem(call: ObservedCall) -> Followed:
         if index is not item and not (mark.listed and is_listed) and (one is None or bool((rows != one).any())):
             return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))
     chosen = chosen or next((mark.mixing for index, mark in indices if index is item), None)
-    from_right, is_picked = (
-        lines[0] - item.dim(),
-        any(o.tensor is item or _is_mask(o.tensor) for o in call.operands[1:] if o.axis),
-    )
-    beside = [
-        i for i, mark in zip(items, marks, strict=True) if mark is None and isinstance(i, Tensor) and i is not item
-    ]
-    if len(rows) and is_picked and any(-from_right <= i.dim() and not has_equal_rows(i, from_right) for i in beside):
+    from_right = lines[0] - item.dim()
+    is_picked = any(o.tensor is item or _is_mask(o.tensor) for o in call.operands[1:] if o.axis is not None)
+    constants = [i for i, mark in zip(items, marks, strict=True) if mark is None and isinstance(i, Tensor)]
+    beside = [index for index in constants if index is not item and index.dim() >= -from_right]
+    if len(rows) and is_picked and not all(has_equal_rows(index, from_right) for index in beside):
         chosen = chosen or meeting(call)  # (at which of these a row stands, others say)
     own = picked(lines[0], rows, call.batch_size, source.mixing or chosen)
     others = [(i, mark) for i, mark in indices if i is not item]

@@ -202,7 +202,8 @@ def _factor(call: ObservedCall, tensor: Tensor, mark: BatchAxis | Lost | None) -
         return next(iter(factors_of(call, tensor) or ()), 1.0)
     if averages(call) and isinstance(mark, Lost) and mark.alone is None:
         return 1 / max(tensor.numel(), 1)
-    is_count = call.op == "div" and any(isinstance(other, int) for other in call.args)  # (such as a sample's length)
+    is_number = call.op == "div" and not isinstance(mark, BatchAxis)
+    is_count = is_number and any(isinstance(other, int) for other in call.args)  # (such as a sample's length)
     beside = factors_beside(call, 1) if call.op in _MULTIPLIES and not call.made and not is_count else None
     factor = beside[0] if beside else 1.0
     return factor if call.op != "div" or not factor else 1 / factor
