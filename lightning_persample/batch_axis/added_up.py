@@ -84,7 +84,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     one = len(samples) == 1 and not weighs
     mark = Lost(
         what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples,
-        shares=_shares_of_sum(call),
+        shares=_shares_of_sum(call), chosen=any(axis.chosen for _, axis in with_gradient),
     )  # fmt: skip
     return of_loss(call, Followed((mark,) * len(call.outputs)), None if one else note)
 

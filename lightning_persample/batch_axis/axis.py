@@ -31,10 +31,12 @@ class Owner:
     Attributes:
         sample: (n,) int64, values from 0 to B - 1; a sample may own any number of entries.
         ranked: whether other samples say at which place an entry stands, as where rows were sorted.
+        chosen: whether they say which samples have an entry, as where the largest were picked.
     """
 
     sample: Tensor
     ranked: bool = False
+    chosen: bool = False
 
     @cached_property
     def order(self) -> Tensor:
@@ -130,6 +132,11 @@ class BatchAxis:
     def ranked(self) -> bool:
         """Whether other samples say at which place a row stands."""
         return self.owner is not None and self.owner.ranked
+
+    @property
+    def chosen(self) -> bool:
+        """Whether other samples say which samples have a row."""
+        return self.owner is not None and self.owner.chosen
 
     def entries(self, batch_size: int) -> int:
         """The number n of entries."""

@@ -34,12 +34,12 @@ def by_rank(call: ObservedCall, followed: Followed) -> Followed:
     is_ranked = any(operand.axis is not None and operand.axis.ranked for operand in call.operands)
     if call.batch_size == 1 or not (is_ranked or (call.op in _BY_PLACES and len(call.located) + len(call.lost) > 1)):
         return followed
-    outputs = list(followed.outputs)
+    outputs, chosen = list(followed.outputs), _chooses(call)
     for place, mark in enumerate(outputs):
         if isinstance(mark, BatchAxis) and (not _is_back(call, mark) if is_ranked else _is_put(call, mark)):
             samples = torch.arange(call.batch_size, device=call.outputs[place].device)
             sample = samples if mark.owner is None else mark.owner.sample
-            outputs[place] = mark if mark.ranked else replace(mark, owner=Owner(sample, ranked=True))
+            outputs[place] = mark if mark.ranked else replace(mark, owner=Owner(sample, ranked=True, chosen=chosen))
     followed = replace(followed, outputs=tuple(outputs), by_values=followed.by_values or (is_ranked and call.inplace))
     if is_ranked and call.inplace and _scales_some(call, outputs[0]):
         return _noted(call, followed)
@@ -63,6 +63,13 @@ def _is_put(call: ObservedCall, axis: BatchAxis) -> bool:
         return True
     others = [index for index in indices if isinstance(index, BatchAxis)] if call.op in _PICKS else []
     return any(other.mixing is not None or not other.same_layout(axis) for other in others)
+
+
+def _chooses(call: ObservedCall) -> bool:
+    """Whether other samples say which samples have a part in the result, or have said so before."""
+    rows = call.located[0][1].entries(call.batch_size) if call.op in _PICKS and call.located else 0
+    some = any(mark.crossed and index.numel() < rows for index, mark in call.lost)
+    return some or any(operand.axis is not None and operand.axis.chosen for operand in call.operands)
 
 
 def _is_back(call: ObservedCall, axis: BatchAxis) -> bool:
@@ -128,7 +135,7 @@ def weighed_by_rank(call: ObservedCall, followed: Followed) -> Followed:
         weights = torch.zeros(call.batch_size, device="cpu") if found is None else found
         known = weights[weights != 0]
         is_even = bool((known - known.mean()).abs().max() <= _SAME * known.abs().max()) if len(known) else True
-        differs |= not is_even
+        differs |= not is_even or (found is None and call.op in _JOINS and not (in_parts or unknown) and _chooses(call))
         if isinstance(mark, Lost):
             is_whole = mark.reduced is True and is_even and len(known) in (0, call.batch_size)
             is_open = mark.noted or (found is None and bool(mark.reduced or mark.samples))

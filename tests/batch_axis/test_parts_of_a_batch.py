@@ -118,6 +118,9 @@ CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
     "less the minimum": lambda each: each.sum() - each.amin(),
     "largest": lambda each: each.topk(3).values.sum() + each.sum(),
     "sorted": lambda each: torch.stack([each.sum(), 0.5 * each.sort().values[-2:].sum()]).sum(),
+    "places": lambda each: each.sum() + each[each.topk(3).indices].sum(),
+    "places of some": lambda each: each[each.argsort()[-2:]].sum() + each.sum(),
+    "index_select": lambda each: each.sum() + 0.5 * each.index_select(0, each.topk(3).indices).square().sum(),
     "two choices": lambda each: each.topk(3).values.sum() + torch.relu(each.max()),
 }
 
@@ -129,6 +132,21 @@ def test_samples_that_their_values_choose_a_second_time_are_said(name: str) -> N
         CHOSEN[name](F.cross_entropy(module(inputs), labels, reduction="none")).backward()
     (text,) = capture.record.weighting
     assert "takes samples a second time that the values of the whole batch choose at test_parts_of_a_batch.py" in text
+
+
+JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda each: torch.cat([each, each.max()[None]]).sum(),
+    "largest": lambda each: torch.cat([each, each[each.topk(3).indices]]).sum(),
+    "smallest-first": lambda each: torch.cat([each[each.argsort()[:2]], each]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_that_their_values_choose_to_be_joined_a_second_time_are_said(name: str) -> None:
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels), loss_reduction="sum", unsupported="ignore") as capture:
+        JOINED[name](F.cross_entropy(module(inputs), labels, reduction="none")).backward()
+    assert any("`cat` meets samples by their places in an order" in text for text in capture.record.weighting)
 
 
 @pytest.mark.parametrize(
