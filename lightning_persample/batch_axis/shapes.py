@@ -300,8 +300,7 @@ def _follow_select(call: ObservedCall) -> Followed:
     if call.op == "narrow":
         return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
     if call.op == "index_select":  # (rows in an order of the batch are found by places in that order)
-        is_own = axis.ranked and not isinstance(call.axis_of(index), BatchAxis)
-        return _rows(call, axis if is_own else axis.mixed(call.mixing), dim, owners[index])
+        return _rows(call, axis if axis.ranked else axis.mixed(call.mixing), dim, owners[index])
     if call.op == "unfold":
         return lost(call, "puts several samples into one row")
     if isinstance(index, Tensor) and call.axis_of(index) is not None:

@@ -192,23 +192,17 @@ def test_numbers_that_meet_picked_samples_by_their_places_are_said(name: str) ->
         assert_values(record, {name: grads[record.samples] for name, grads in loop(module, loss, (x,)).items()})
 
 
-@pytest.mark.parametrize("bound", ["batch", "sample"])
-def test_rows_in_an_order_that_a_bound_of_the_batch_picks_are_said(bound: str) -> None:
+def test_rows_in_an_order_that_a_bound_picks_are_of_their_samples() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         rows = rows[rows[:, 0].argsort()]
-        level = rows[:, 0].mean() if bound == "batch" else 0.0
-        return m(rows).index_select(0, (rows[:, 0] > level).nonzero()[:, 0]).square().sum() / len(x)
+        return m(rows).index_select(0, (rows[:, 0] > 0.0).nonzero()[:, 0]).square().sum() / len(x)
 
     torch.manual_seed(0)
     module, x = nn.Linear(5, D), torch.randn(B, T, 5)
     record = record_of(module, loss, x)
-    if bound == "batch":
-        (text,) = {*record.mixing, *record.weighting, *record.axis_lost}
-        assert "`gt` combines samples with a value computed over the whole batch at test_listed_places.py" in text
-    else:
-        assert_values(record, loop(module, loss, (x,)))
-        assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert_values(record, loop(module, loss, (x,)))
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 @pytest.mark.parametrize("is_weighed", [False, True])
