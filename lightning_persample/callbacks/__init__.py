@@ -11,3 +11,15 @@ from lightning_persample.callbacks.label_noise import LabelNoiseProbe, LabelNois
 from lightning_persample.callbacks.monitor import PerSampleGradientMonitor
 from lightning_persample.callbacks.worst import WorstSamples
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
+
+__all__ = [
+    "EigenProjection",
+    "InRunInfluence",
+    "LabelNoiseProbe",
+    "LabelNoiseReport",
+    "PerSampleCallback",
+    "PerSampleGradientMonitor",
+    "PerSampleGradientWriter",
+    "WorstSamples",
+    "collect_gradients",
+]

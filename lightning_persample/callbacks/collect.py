@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -263,7 +263,10 @@ class Collection(Pass):
         )
 
 
-_Base: Any = object  # the LightningModule of which package, its Trainer decides
+if TYPE_CHECKING:
+    _Base = LightningModule
+else:
+    _Base = object
 
 
 def _as_the_module(hook: str) -> Callable[..., Any]:

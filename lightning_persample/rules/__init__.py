@@ -48,3 +48,31 @@ from lightning_persample.rules.registry import (
     watched,
 )
 from lightning_persample.rules.vector_jacobian import BATCHES, Pull, agree, pull_each, vector_jacobian
+
+__all__ = [
+    "BATCHES",
+    "Call",
+    "Pull",
+    "Rule",
+    "RuleFunction",
+    "agree",
+    "canonical_op",
+    "convolution",
+    "elementwise",
+    "embedding",
+    "find_rule",
+    "generators_kept",
+    "generic_rule",
+    "is_of_torch",
+    "linear",
+    "normalization",
+    "op_name",
+    "other_generators_kept",
+    "pull_each",
+    "recurrent",
+    "register_rule",
+    "rule_of",
+    "supported_ops",
+    "vector_jacobian",
+    "watched",
+]
